@@ -1,0 +1,85 @@
+"""Fedsolve: federated optimization under constraints, compression and partial participation."""
+
+import os as _os
+
+# JAX 0.10's CPU scheduler can stop for ever in a scan with several mapped loops inside. The choice
+# must be made before JAX starts its CPU backend; a user who set the flag keeps their own.
+_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
+if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
+    _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
+
+from fedsolve import problems
+from fedsolve.algorithm import Algorithm
+from fedsolve.algorithms import FedSGM
+from fedsolve.compression import (
+    QSGD,
+    Compose,
+    Compressor,
+    Float4,
+    Float8,
+    Float16,
+    Identity,
+    Packet,
+    RandK,
+    TopK,
+)
+from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
+from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
+from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
+from fedsolve.federation import Federation
+from fedsolve.fields import static
+from fedsolve.participation import sample
+from fedsolve.problem import Client, Problem
+from fedsolve.replies import Replies
+from fedsolve.runs import Run, Sweep
+from fedsolve.samples import stack_clients
+from fedsolve.schedules import Diminishing
+from fedsolve.solving import solve
+from fedsolve.sweeping import sweep
+from fedsolve.switching import Hard, Soft, Switching
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QSGD",
+    "Algorithm",
+    "Ball",
+    "Box",
+    "Client",
+    "ClientError",
+    "Compose",
+    "Compressor",
+    "Constraint",
+    "Diminishing",
+    "Diverged",
+    "Domain",
+    "FedSGM",
+    "Federation",
+    "Float4",
+    "Float8",
+    "Float16",
+    "Hard",
+    "Identity",
+    "Interrupted",
+    "InvalidInput",
+    "Maximum",
+    "Mean",
+    "Packet",
+    "Problem",
+    "RandK",
+    "Replies",
+    "Run",
+    "Simplex",
+    "Soft",
+    "Statistics",
+    "Sweep",
+    "Switching",
+    "TopK",
+    "WholeSpace",
+    "problems",
+    "sample",
+    "solve",
+    "stack_clients",
+    "static",
+    "sweep",
+]

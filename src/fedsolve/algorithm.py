@@ -1,0 +1,46 @@
+"""What an algorithm is: `init`, `init_client`, methods that run on clients, and `round`.
+
+An algorithm is an `equinox.Module`. Its numbers (step sizes, tolerances) are leaves, so a new value
+needs no new compilation and a sweep is a `vmap` over the algorithm itself; what decides shapes or
+the program (`participants`, `local_steps`) is `static()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float, Key, PyTree
+
+from fedsolve.federation import Federation
+from fedsolve.problem import Problem
+
+
+class Algorithm(eqx.Module):
+    """A federated algorithm. Subclasses say what the server keeps, what each client keeps, what
+    happens in a round, and which methods clients run.
+
+    A client method has the form `method(client, state, message) -> (state, reply)`, without
+    `message` where none is sent; `client` is a `fedsolve.problem.Client`.
+    """
+
+    def init(self, w: Float[Array, " d"]) -> PyTree:
+        """The server's state before the first round."""
+        raise NotImplementedError
+
+    def init_client(self, w: Float[Array, " d"]) -> PyTree:
+        """One client's state before the first round; by default it keeps nothing."""
+        return None
+
+    def round(
+        self, fed: Federation, server: PyTree, key: Key[Array, ""]
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """One round, on the server: the server's next state, and what to write in the history."""
+        raise NotImplementedError
+
+    def average(self, server: PyTree) -> Float[Array, " d"] | None:
+        """The averaged parameters that the algorithm promises something about, if it has them."""
+        return None
+
+    def check(self, problem: Problem) -> None:
+        """Refuses, with a sentence, a problem that this algorithm cannot take."""

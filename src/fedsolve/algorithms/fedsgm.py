@@ -1,0 +1,159 @@
+"""FedSGM: federated switching gradients under a functional constraint.
+
+Paper: "FedSGM: A Unified Framework for Constraint Aware, Bidirectionally Compressed, Multi-Step
+Federated Optimization", Algorithm 1; its forerunner "Switching Gradient Methods for Constrained
+Federated Optimization" (OPT 2025), Algorithm 1, is the same with an unbiased uplink.
+
+    minimise f(w) = (1/n) Σ f_j(w)   subject to   g(w) = (1/n) Σ g_j(w) ≤ 0,   w in X
+
+| here | paper | |
+|---|---|---|
+| `step_size` | η | |
+| `tolerance` | ε | g(w) ≤ ε counts as feasible |
+| `switching` | σ, β | `Hard()` or `Soft(beta)` |
+| `participants` | m | of n clients, drawn anew each round |
+| `local_steps` | E | |
+| `uplink` | C_j | EF14 with a biased compressor, none with an unbiased one |
+| `downlink` | C_0 | EF21-P |
+| `residual` | e_j | kept by client j |
+| `estimate` | Ĝ(w_t) | mean of g_j over the cohort |
+| `total` | Δ_j | Σ_τ ν_{j,τ} = (w_t − w_{j,E}) / η |
+
+Special cases: no constraint and no compression is FedAvg; one client and one step is the switching
+gradient method; one step with everyone, hard switching and both compressors is Safe-EF; no
+constraint and one step with a biased uplink is EF14; with an unbiased one, FedCOM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Key, PyTree
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.compression import Compressor, Identity, Packet
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import Cohort, Federation
+from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
+from fedsolve.participation import sample
+from fedsolve.problem import Client, Problem
+from fedsolve.switching import Hard, Switching
+
+Vector = Float[Array, " d"]
+
+
+class Server(eqx.Module):
+    """x_t, and the running average w̄ with the weight it has gathered."""
+
+    x: Vector
+    average: Vector
+    weight: Float[Array, ""]
+
+
+class FedSGM(Algorithm):
+    """Switching gradients under a functional constraint, with local steps, partial participation
+    and compression both ways (Algorithm 1).
+
+    Every round, m clients report g_j(w_t); their mean Ĝ decides σ; they take E steps along
+    (1 − σ)∇f_j + σ∇g_j and send what they moved, compressed; the server steps, projects, and
+    publishes its own compressed change. `run.average` is w̄, the average of w_t weighted by 1 − σ_t:
+    over feasible rounds for hard switching (Theorem 1), by α_t for soft switching (Theorem 2).
+    """
+
+    step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
+    tolerance: Scalar = eqx.field(converter=scalar("tolerance"), default=0.0)
+    switching: Switching = Hard()
+    participants: int | None = static(None)
+    local_steps: int = static(1)
+    uplink: Compressor = Identity()
+    downlink: Compressor = Identity()
+
+    def __check_init__(self):
+        check_positive("step_size", self.step_size)
+        check_positive("tolerance", self.tolerance, zero=True)
+        check_count("local_steps", self.local_steps)
+        if self.participants is not None:
+            check_count("participants", self.participants)
+        if not self.downlink.contractive:
+            raise InvalidInput(
+                "The downlink must be contractive, as EF21-P needs it: "
+                f"{type(self.downlink).__name__} is unbiased (RandK(unbiased=False) would do)."
+            )
+
+    def check(self, problem: Problem) -> None:
+        if self.participants is not None:
+            check_count("participants", self.participants, most=problem.n)
+
+    # On the server
+
+    def init(self, w: Vector) -> Server:
+        return Server(x=w, average=jnp.zeros_like(w), weight=jnp.zeros((), w.dtype))
+
+    def round(
+        self, fed: Federation, server: Server, key: Key[Array, ""]
+    ) -> tuple[Server, dict[str, Any]]:
+        to_sample, to_compress = jax.random.split(key)
+        cohort = sample(to_sample, fed.clients, self.participants)
+        sigma, focus, heard, info = self.switch(fed, cohort)
+
+        # w̄ takes in w_t with weight 1 − σ: a running mean, not a sum that grows
+        share = jnp.where(heard, 1 - sigma, 0)
+        weight = server.weight + share
+        move = share / jnp.where(weight > 0, weight, 1)
+        average = server.average + move * (fed.w - server.average)
+
+        updates = fed.ask(self.improve, cohort, (sigma, focus), when=heard)
+        x = fed.project(server.x - at(self.step_size, fed.round) * updates.mean())
+        fed.publish(self.downlink(x - fed.w, to_compress))
+        return Server(x, average, weight), info
+
+    def switch(self, fed: Federation, cohort: Cohort) -> tuple[Any, PyTree, Any, dict[str, Any]]:
+        """σ; what clients must know of the constraint; whether anyone was heard; for the history."""
+        if fed.constraint is None:
+            return jnp.zeros((), fed.w.dtype), None, True, {}
+        answers = fed.ask(self.measure, cohort)
+        estimate, focus = fed.constraint.combine(answers)
+        sigma = self.switching(estimate - self.tolerance)
+        return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
+
+    def average(self, server: Server) -> Vector | None:
+        return server.average if server.weight > 0 else None
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Vector | None:
+        return None if self.uplink.unbiased else jnp.zeros_like(w)
+
+    def measure(self, client: Client, residual: Vector | None) -> tuple[Vector | None, PyTree]:
+        return residual, client.measure(client.w)
+
+    def improve(
+        self, client: Client, residual: Vector | None, message: tuple[Any, PyTree]
+    ) -> tuple[Vector | None, Packet]:
+        sigma, focus = message
+        step_size = at(self.step_size, client.round)
+
+        def local_step(step: Any, total: Vector) -> Vector:
+            w = client.w - step_size * total
+            return total + self.direction(client, w, sigma, focus, _key(client, step))
+
+        total = lax.fori_loop(0, self.local_steps, local_step, jnp.zeros_like(client.w))
+        key = _key(client, self.local_steps)
+        if residual is None:
+            return None, self.uplink(total, key)
+        packet = self.uplink(residual + total, key)
+        return residual + total - packet.dense(), packet
+
+    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
+        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w)."""
+        if client.unconstrained:
+            return client.grad(w, key)
+        return (1 - sigma) * client.grad(w, key) + sigma * client.constraint_grad(w, focus, key)
+
+
+def _key(client: Client, step: Any) -> Key[Array, ""]:
+    return jax.random.fold_in(client.key, step)

@@ -1,0 +1,222 @@
+"""What an algorithm's `round` sees: clients that can be asked, and parameters that can be published.
+
+Two runtimes fill this in: `simulation` runs the cohort as one `vmap` inside a compiled program,
+`debug` one client after the other. Whatever must be the same in both is here: randomness, who counts
+as heard, and what every exchange costs.
+
+Randomness is a function of (seed, round, exchange, client), never of order or place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
+
+from fedsolve.compression import Packet
+from fedsolve.constraints import Constraint
+from fedsolve.problem import Client, Problem
+from fedsolve.replies import Replies
+from fedsolve.samples import Samples
+
+Flags = Bool[Array, " m"] | Bool[np.ndarray, " m"]
+Cohort = Int[Array, " m"] | Int[np.ndarray, " m"]
+Arrivals = Callable[[Any, int, Any], Any]  # round, exchange, clients -> which answers arrive
+
+
+class Bytes(eqx.Module):
+    """An exact count in two 32-bit halves, since JAX has no 64-bit integers by default."""
+
+    high: UInt32[Array, "..."]  # in units of 2^16
+    low: UInt32[Array, "..."]
+
+    @classmethod
+    def zero(cls) -> Bytes:
+        return cls(jnp.uint32(0), jnp.uint32(0))
+
+    def plus(self, count: Any, each: int) -> Bytes:
+        """`count` (at most 2^16) more messages of `each` bytes."""
+        count = jnp.asarray(count, jnp.uint32)
+        return self._carry(count * np.uint32(each >> 16), count * np.uint32(each & 0xFFFF))
+
+    def plus_all(self, amounts: UInt32[Array, " m"]) -> Bytes:
+        """The amounts (at most 2^16 of them), added up."""
+        return self._carry(
+            jnp.sum(amounts >> 16, dtype=jnp.uint32), jnp.sum(amounts & 0xFFFF, dtype=jnp.uint32)
+        )
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return self._carry(other.high, other.low)
+
+    def _carry(self, high: Any, low: Any) -> Bytes:
+        low = self.low + low
+        return Bytes(self.high + high + (low >> 16), low & 0xFFFF)
+
+    def exact(self) -> Any:
+        """On the host: the count as 64-bit integers."""
+        return np.asarray(self.high, np.int64) * 2**16 + np.asarray(self.low, np.int64)
+
+
+class State(eqx.Module):
+    """Everything that a run is, between two rounds. Arrays only: it can be saved and restored."""
+
+    round: Int[Array, ""]
+    seed: UInt32[Array, " words"]  # the key's words
+    w: Float[Array, " d"]  # what every client holds, or will when it is next asked
+    server: PyTree
+    clients: PyTree  # each client's state, on a leading axis
+    missed: UInt32[Array, " n"]  # bytes of publications that a client lacks
+    up: Bytes  # all that was sent so far, in both directions
+    down: Bytes
+    fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
+
+    @classmethod
+    def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:
+        w, n = problem.start(), problem.n
+        one = algorithm.init_client(w)
+        return cls(
+            round=jnp.int32(0),
+            seed=jax.random.key_data(key),
+            w=w,
+            server=algorithm.init(w),
+            clients=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), one),
+            missed=jnp.zeros(n, jnp.uint32),
+            up=Bytes.zero(),
+            down=Bytes.zero(),
+            fault=jnp.full(3, -1, jnp.int32),
+        )
+
+
+class Federation:
+    """The server's view of its clients during one round."""
+
+    def __init__(self, problem: Problem, state: State, arrivals: Arrivals | None = None):
+        self.w = state.w
+        self.round = state.round
+        self.up, self.down = Bytes.zero(), Bytes.zero()
+        self.exchanges: list[str] = []  # names of the methods asked, in order
+        self._problem = problem
+        self._state = state
+        self._states = state.clients
+        self._missed = state.missed
+        self._fault = state.fault
+        self._arrivals = arrivals
+        self._key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return self._problem.n
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The problem's constraint, to combine what clients measured."""
+        return self._problem.constraint
+
+    def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
+        """Π_X."""
+        return self._problem.project(x)
+
+    def ask(
+        self, method: Callable, cohort: Cohort, message: PyTree = None, when: Any = True
+    ) -> Replies:
+        """Runs `method(client, state, message)` on every client of the cohort.
+
+        `when` is a flag for the exchange, or one for each client: those not wanted are not asked.
+        A client's state moves if and only if its reply arrived.
+        """
+        exchange = len(self.exchanges)
+        self.exchanges.append(method.__name__)
+        size = len(cohort)
+        key = jax.random.fold_in(self._key, exchange + 1)
+        # Known before the program runs if it is simply everyone: then nothing needs masking.
+        asked = np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
+        arrived = asked
+        if self._arrivals is not None:
+            arrived = asked & jnp.asarray(self._arrivals(self.round, exchange, cohort))
+        arguments = () if message is None else (message,)
+
+        def answer(index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
+            own = jax.random.fold_in(key, index)
+            client = Client(self._problem, samples, self.w, self.round, index, own)
+            return method(client, state, *arguments)
+
+        values = self._gather(answer, cohort, arrived, when)
+        self._notice(values, exchange, cohort, arrived)
+        self._charge(cohort, asked, arrived, values, message)
+        return Replies(values, arrived)
+
+    def publish(self, packet: Packet, when: Any = True) -> None:
+        """w ← w + packet, here and on every client.
+
+        It reaches a client when it is next asked: by the packets it missed, or by the whole of w
+        where that is smaller. That is what the meter counts.
+        """
+        self.w = jnp.where(when, self.w + packet.dense(), self.w)
+        whole = self.w.size * self.w.dtype.itemsize
+        more = jnp.where(when, np.uint32(min(packet.nbytes, whole)), np.uint32(0))
+        self._missed = jnp.minimum(self._missed + more, np.uint32(whole))
+
+    def play(self, algorithm: Any) -> tuple[State, dict[str, Any]]:
+        """One round of the algorithm: the state after it, and what to write in the history."""
+        before = self._state
+        server, info = algorithm.round(self, before.server, jax.random.fold_in(self._key, 0))
+        broken = ~jnp.all(jnp.isfinite(self.w)) & (self._fault[0] < 0)
+        here = jnp.stack([self.round, -1, -1]).astype(jnp.int32)
+        state = State(
+            round=before.round + 1,
+            seed=before.seed,
+            w=self.w,
+            server=server,
+            clients=self._states,
+            missed=self._missed,
+            up=before.up + self.up,
+            down=before.down + self.down,
+            fault=jnp.where(broken, here, self._fault),
+        )
+        spent = {"bytes_up": self.up, "bytes_down": self.down}
+        spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
+        return state, jax.tree.map(jnp.asarray, info) | spent
+
+    def _gather(self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any):
+        """Runs `answer(index, samples, state)` on the cohort, keeps the states of those that
+        arrived, and returns the replies stacked on a leading axis."""
+        raise NotImplementedError
+
+    def _notice(
+        self, values: PyTree, exchange: int, cohort: Cohort, arrived: Flags
+    ) -> None:
+        """Remembers the first reply that is not finite."""
+        bad = jnp.zeros(len(cohort), bool)
+        for leaf in jax.tree.leaves(values):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                bad |= ~jnp.all(jnp.isfinite(leaf.reshape(len(cohort), -1)), axis=1)
+        bad &= arrived
+        where = jnp.stack([self.round, exchange, jnp.asarray(cohort)[jnp.argmax(bad)]])
+        first = jnp.any(bad) & (self._fault[0] < 0)
+        self._fault = jnp.where(first, where.astype(jnp.int32), self._fault)
+
+    def _charge(
+        self,
+        cohort: Cohort,
+        asked: Flags,
+        arrived: Flags,
+        values: PyTree,
+        message: PyTree,
+    ) -> None:
+        """Counts what went down to everyone asked and what came up from those that answered."""
+        self.up = self.up.plus(jnp.sum(arrived), _bytes(values) // len(cohort))
+        self.down = self.down.plus(jnp.sum(asked), _bytes(message))
+        lacking = self._missed[cohort]
+        self.down = self.down.plus_all(jnp.where(asked, lacking, np.uint32(0)))
+        # The server learns that a client is up to date from its answer, not from having asked.
+        self._missed = self._missed.at[cohort].set(jnp.where(arrived, np.uint32(0), lacking))
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, jax.tree.leaves(tree)))

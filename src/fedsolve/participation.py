@@ -1,0 +1,30 @@
+"""Who takes part in a round."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+
+def sample(
+    key: Key[Array, ""], clients: int, participants: int | None
+) -> Int[Array, " m"] | Int[np.ndarray, " m"]:
+    """`participants` of `clients`, uniformly without replacement; all of them if None.
+
+    Everyone is a NumPy array, a fact that the runtimes can see: nothing needs to be gathered.
+    A few of many are drawn by Floyd's method, whose cost does not depend on `clients`.
+    """
+    if participants is None or participants == clients:
+        return np.arange(clients)
+    if participants**2 > 16 * clients:
+        return jax.random.permutation(key, clients)[:participants]
+    last = jnp.arange(clients - participants, clients)
+    draws = jax.random.randint(key, (participants,), 0, last + 1)
+
+    def insert(i: Int[Array, ""], chosen: Int[Array, " m"]) -> Int[Array, " m"]:
+        taken = jnp.any(chosen == draws[i])  # a draw already chosen is replaced by the last one
+        return chosen.at[i].set(jnp.where(taken, last[i], draws[i]))
+
+    return jax.lax.fori_loop(0, participants, insert, jnp.full(participants, -1))

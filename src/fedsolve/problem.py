@@ -1,0 +1,277 @@
+"""What is to be solved, and what a client sees of it.
+
+    minimise f(w) = (1/n) Σ_j f_j(w)   subject to   g(w) ≤ 0,   w in X.
+
+Problems and models see parameters in their own structure; algorithms see one flat vector w. The two
+meet here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from fedsolve.constraints import Constraint, as_constraint
+from fedsolve.domains import Domain, WholeSpace
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_count
+from fedsolve.samples import Samples, as_samples, per_client
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a structure of parameters lies in one flat vector."""
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, params: PyTree) -> Layout:
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, tuple(np.shape(leaf) for leaf in leaves))
+
+    def ravel(self, params: PyTree) -> Float[Array, " d"]:
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+    def unravel(self, w: Float[Array, " d"]) -> PyTree:
+        ends = np.cumsum([np.prod(shape, dtype=int) for shape in self.shapes])
+        parts = jnp.split(w, ends[:-1])
+        leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+class Problem(eqx.Module):
+    """A federated optimization problem.
+
+    - `objective(params, data)`: f_j, a scalar, of parameters and one client's data.
+    - `clients`: all clients' data; every leaf has a leading client axis (`stack_clients` makes it
+      from clients of different sizes).
+    - `params`: where to start, in any structure of floating-point arrays.
+    - `constraint`: g_j in the same form as `objective`, or a `Constraint`; None for none.
+    - `domain`: X, as a `Domain` or as a function that projects parameters onto it.
+    - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
+      anew each time; None for all of them. Evaluation always uses all.
+    - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
+    """
+
+    objective: Callable = eqx.field(static=True)
+    samples: Samples
+    params: PyTree
+    constraint: Constraint | None
+    domain: Domain | Callable
+    test: PyTree
+    metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
+    batch_size: int | None = eqx.field(static=True)
+    layout: Layout = eqx.field(static=True)
+
+    def __init__(
+        self,
+        objective: Callable,
+        clients: PyTree,
+        params: PyTree,
+        constraint: Constraint | Callable | None = None,
+        domain: Domain | Callable = WholeSpace(),  # noqa: B008 (immutable)
+        batch_size: int | None = None,
+        test: PyTree = None,
+        metrics: Mapping[str, Callable] | None = None,
+    ):
+        samples = as_samples(clients)
+        _check_clients(samples)
+        _check_params(params)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        exact = _checked("objective", objective, params, samples)
+        self.objective = exact
+        self.samples = samples
+        self.params = params
+        self.constraint = None
+        if constraint is not None:
+            self.constraint = as_constraint(constraint).adapt(
+                lambda function, sums=False: _checked("constraint", function, params, samples, sums)
+            )
+        self.domain = domain
+        self.test = test
+        self.metrics = tuple((metrics or {}).items())
+        self.batch_size = batch_size
+        self.layout = Layout.of(params)
+
+    @property
+    def n(self) -> int:
+        """The number of clients."""
+        return jax.tree.leaves(self.samples)[0].shape[0]
+
+    @property
+    def size(self) -> int:
+        """The number of parameters, d."""
+        return sum(int(np.prod(shape)) for shape in self.layout.shapes)
+
+    def start(self) -> Float[Array, " d"]:
+        """The initial parameters as a vector."""
+        return self.layout.ravel(self.params)
+
+    def project(self, w: Float[Array, " d"]) -> Float[Array, " d"]:
+        """Π_X."""
+        if isinstance(self.domain, Domain):
+            return self.domain.project(w)
+        return self.layout.ravel(self.domain(self.layout.unravel(w)))
+
+    def value(self, w: Float[Array, " d"], samples: Samples) -> Float[Array, ""]:
+        """f_j(w) on those samples."""
+        return self.objective(self.layout.unravel(w), samples)
+
+    def on_device(self, dtype: Any = None) -> Problem:
+        """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""
+        return jax.tree.map(lambda leaf: as_device_array(leaf, dtype), self)
+
+
+class Client:
+    """What a client method sees: its data behind f and g, the parameters that every client holds,
+    and a key of its own.
+
+    `grad` and the others use all samples, or a minibatch if the problem has a `batch_size`; give
+    each call its own `key` then, or it draws the same samples again.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        samples: Samples,
+        w: Float[Array, " d"],
+        round: Int[Array, ""],
+        index: Int[Array, ""],
+        key: Key[Array, ""],
+    ):
+        self.w = w
+        self.round = round
+        self.index = index
+        self.key = key
+        self._problem = problem
+        self._samples = samples
+
+    @property
+    def size(self) -> Int[Array, ""] | int:
+        """How many samples this client has."""
+        return self._samples.size
+
+    @property
+    def unconstrained(self) -> bool:
+        """Whether the problem has no constraint."""
+        return self._problem.constraint is None
+
+    def objective(self, w: Float[Array, " d"], key: Any = None) -> Float[Array, ""]:
+        """f_j(w)."""
+        return self._problem.value(w, self._look(key))
+
+    def grad(self, w: Float[Array, " d"], key: Any = None) -> Float[Array, " d"]:
+        """∇f_j(w)."""
+        return jax.grad(self.objective)(w, key)
+
+    def measure(self, w: Float[Array, " d"], key: Any = None) -> PyTree:
+        """What the server needs to know from this client about g(w)."""
+        samples, scale = self._look(key), 1
+        if samples is not self._samples:
+            scale = self.size / self._problem.batch_size if self._samples.is_one_set else None
+        return self._constraint.measure(self._problem.layout.unravel(w), samples, scale)
+
+    def constraint(
+        self, w: Float[Array, " d"], focus: PyTree = None, key: Any = None
+    ) -> Float[Array, ""]:
+        """This client's part of g(w); `focus` is what the server said about it."""
+        return self._constraint.local(self._problem.layout.unravel(w), self._look(key), focus)
+
+    def constraint_grad(
+        self, w: Float[Array, " d"], focus: PyTree = None, key: Any = None
+    ) -> Float[Array, " d"]:
+        """∇g_j(w)."""
+        return jax.grad(self.constraint)(w, focus, key)
+
+    @property
+    def _constraint(self) -> Constraint:
+        if self._problem.constraint is None:
+            raise InvalidInput("This algorithm asks for a constraint, and the problem has none.")
+        return self._problem.constraint
+
+    def _look(self, key: Any) -> Samples:
+        if self._problem.batch_size is None:
+            return self._samples
+        return self._samples.draw(self.key if key is None else key, self._problem.batch_size)
+
+
+def as_device_array(leaf: Any, dtype: Any = None) -> Any:
+    """An array for JAX; floating-point ones in `dtype` if given. What is no array stays."""
+    if not (eqx.is_array_like(leaf) and not isinstance(leaf, bool | int)):
+        return leaf
+    is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    return jnp.asarray(leaf, dtype if is_float else None)
+
+
+def _checked(
+    name: str, function: Callable, params: PyTree, samples: Samples, sums: bool = False
+) -> Callable:
+    """The function made exact on padded samples, after a look at what it returns."""
+    if not callable(function):
+        raise InvalidInput(f"The {name} must be a function of (params, data), got {function!r}.")
+    try:
+        exact = per_client(name, function, params, samples, sums)
+        one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), samples)
+        value = jax.eval_shape(exact, jax.tree.map(jnp.asarray, params), one)
+    except InvalidInput:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise InvalidInput(
+            f"The {name} failed on one client's data: {type(error).__name__}"
+            f"{': ' + reason[0] if reason else ''}"
+        ) from error
+    if not sums and getattr(value, "shape", None) != ():
+        got = f"shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
+        raise InvalidInput(f"The {name} must return a scalar for one client, got {got}.")
+    return exact
+
+
+def _check_params(params: PyTree) -> None:
+    leaves = jax.tree.leaves_with_path(params)
+    if not leaves or sum(np.size(leaf) for _, leaf in leaves) == 0:
+        raise InvalidInput("params is empty: there is nothing to optimise.")
+    for path, leaf in leaves:
+        name = "params" + jax.tree_util.keystr(path)
+        if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
+            raise InvalidInput(f"{name} must be floating-point numbers.")
+        if not np.all(np.isfinite(leaf)):
+            raise InvalidInput(f"{name} has a value that is not finite.")
+
+
+def _check_clients(samples: Samples) -> None:
+    leaves = [
+        ("clients" + jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(samples.values)
+    ]
+    if not leaves:
+        raise InvalidInput("There are no clients: their data are empty.")
+    first, count = leaves[0][0], None
+    for name, leaf in leaves:
+        if np.ndim(leaf) == 0:
+            raise InvalidInput(f"{name} is a scalar; every leaf needs a leading client axis.")
+        count = len(leaf) if count is None else count
+        if len(leaf) != count:
+            raise InvalidInput(
+                f"The leading axes differ: {first} has {count} clients, {name} has {len(leaf)}."
+            )
+        if np.size(leaf) == 0:
+            raise InvalidInput(f"{name} is empty (shape {np.shape(leaf)}): clients need samples.")
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            finite = np.isfinite(np.asarray(leaf)).reshape(count, -1).all(axis=1)
+            if not finite.all():
+                raise InvalidInput(f"{name} of client {np.argmin(finite)} has a NaN or infinity.")
+    for path, mask in jax.tree.leaves_with_path(samples.mask):
+        some = np.asarray(mask).any(axis=1)
+        if not some.all():
+            name = jax.tree_util.keystr(path) or "its data"
+            raise InvalidInput(f"Client {np.argmin(some)} has no samples in {name}.")

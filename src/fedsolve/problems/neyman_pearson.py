@@ -1,0 +1,76 @@
+"""Neyman-Pearson classification on breast-cancer data (FedSGM, section 4 and appendix F).
+
+Keep the loss on the minority class (malignant) below a tolerance, and under that condition make the
+loss on the majority class (benign) as small as possible:
+
+    f_j(w) = mean of log(1 + e^{w·x}) over client j's benign samples,
+    g_j(w) = mean of log(1 + e^{−w·x}) over its malignant ones.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_count
+from fedsolve.problem import Problem
+
+Rows = dict[str, Float[Array, "samples 30"]]
+
+
+def neyman_pearson(clients: int = 20, seed: int = 0, batch_size: int | None = None) -> Problem:
+    """Breast-cancer data (569 × 30, from scikit-learn): 80 % to train, standardised, dealt out so
+    that every client has the same number of samples of each class (what is left over, fewer than
+    one sample of each class a client, is not used). The other 20 % give the error rates `false_alarm` and `miss`.
+    """
+    from sklearn.datasets import load_breast_cancer
+    from sklearn.model_selection import train_test_split
+
+    check_count("clients", clients)
+    inputs, benign = load_breast_cancer(return_X_y=True)
+    inputs, held_out, benign, held_out_benign = train_test_split(
+        inputs, benign == 1, test_size=0.2, random_state=seed, stratify=benign
+    )
+    center, spread = inputs.mean(axis=0), inputs.std(axis=0)
+    inputs, held_out = (inputs - center) / spread, (held_out - center) / spread
+    classes = {"majority": inputs[benign], "minority": inputs[~benign]}
+    fewest = min(map(len, classes.values()))
+    if clients > fewest:
+        raise InvalidInput(
+            f"{clients} clients cannot each have a malignant sample: there are {fewest}."
+        )
+
+    def deal(rows: np.ndarray) -> np.ndarray:  # already shuffled by train_test_split
+        each = len(rows) // clients
+        return rows[: each * clients].reshape(clients, each, -1)
+
+    return Problem(
+        objective=majority_loss,
+        constraint=minority_loss,
+        clients={name: deal(rows) for name, rows in classes.items()},
+        params=np.zeros(inputs.shape[1]),
+        batch_size=batch_size,
+        test={"majority": held_out[held_out_benign], "minority": held_out[~held_out_benign]},
+        metrics={"false_alarm": false_alarm, "miss": miss},
+    )
+
+
+def majority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+    return jnp.mean(jax.nn.softplus(data["majority"] @ w))
+
+
+def minority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+    return jnp.mean(jax.nn.softplus(-(data["minority"] @ w)))
+
+
+def false_alarm(w: Float[Array, " d"], test: Rows) -> Float[Array, ""]:
+    """The share of benign test samples called malignant."""
+    return jnp.mean(test["majority"] @ w > 0)
+
+
+def miss(w: Float[Array, " d"], test: Rows) -> Float[Array, ""]:
+    """The share of malignant test samples called benign."""
+    return jnp.mean(test["minority"] @ w <= 0)

@@ -1,0 +1,134 @@
+"""What a run leaves behind: parameters, history, state."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.federation import State
+from fedsolve.problem import Problem
+
+History = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Run:
+    """The result of `solve`.
+
+    - `params`: the parameters after the last round, in the problem's own structure.
+    - `average`: the averaged parameters, None where the algorithm has none (or none yet).
+    - `history`: by name, one entry for each evaluated round; `round` says which. `objective` and
+      `constraint` are over all clients at the parameters after that round; `bytes_up` and
+      `bytes_down` are what all participants sent and received in it, `…_total` since the start.
+    - `state`: everything needed to go on from here (`solve(..., resume=run.state)`).
+    """
+
+    params: PyTree
+    average: PyTree
+    history: History
+    state: State
+    problem: Problem
+    algorithm: Algorithm
+    seed: int
+    seconds: float
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        algorithm: Algorithm,
+        state: State,
+        history: History,
+        seed: int,
+        seconds: float,
+        settings: dict[str, Any] | None = None,
+    ) -> Run:
+        average = algorithm.average(state.server)
+        return cls(
+            params=problem.layout.unravel(state.w),
+            average=None if average is None else problem.layout.unravel(average),
+            history=history,
+            state=state,
+            problem=problem,
+            algorithm=algorithm,
+            seed=seed,
+            seconds=seconds,
+            settings=settings or {},
+        )
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were done."""
+        return int(self.state.round)
+
+    def __repr__(self) -> str:
+        last = {k: v[-1] for k, v in self.history.items() if np.ndim(v) == 1 and len(v)}
+        shown = ", ".join(f"{k}={last[k]:.6g}" for k in ("objective", "constraint") if k in last)
+        return f"Run({type(self.algorithm).__name__}, rounds={self.rounds}, seed={self.seed}, {shown})"
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Objective and constraint against rounds, as a matplotlib figure; saved if a path is
+        given."""
+        from fedsolve.plots import plot
+
+        return plot({"": [self]}, path)
+
+
+class Sweep:
+    """The result of `sweep`: `runs`, and `table`, tidy, with one row for each run."""
+
+    def __init__(self, runs: list[Run]):
+        self.runs = runs
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, index: int) -> Run:
+        return self.runs[index]
+
+    @property
+    def table(self) -> Any:
+        """A pandas table: settings and seed, then the last entry of everything in the history."""
+        return self._frame(lambda history: {k: v[-1:] for k, v in history.items()})
+
+    @property
+    def history(self) -> Any:
+        """A pandas table of every entry of every run: settings, seed, round, values."""
+        return self._frame(lambda history: history)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Mean and band over seeds of every combination, as a matplotlib figure."""
+        from fedsolve.plots import plot
+
+        groups: dict[str, list[Run]] = {}
+        for run in self.runs:
+            label = ", ".join(f"{name} = {value}" for name, value in run.settings.items())
+            groups.setdefault(label, []).append(run)
+        return plot(groups, path)
+
+    def __repr__(self) -> str:
+        return repr(self.table)
+
+    def _frame(self, choose: Any) -> Any:
+        import pandas as pd
+
+        frames = []
+        for run in self.runs:
+            columns = {k: v for k, v in choose(run.history).items() if np.ndim(v) == 1}
+            labels = {name: _label(value) for name, value in run.settings.items()}
+            broken = int(run.state.fault[0])
+            diverged = broken + 1 if broken >= 0 else None
+            frames.append(
+                pd.DataFrame(labels | {"seed": run.seed} | columns | {"diverged": diverged})
+            )
+        return pd.concat(frames, ignore_index=True)
+
+
+def _label(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | bool) else str(value)

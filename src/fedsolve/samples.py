@@ -1,0 +1,255 @@
+"""Clients' samples: stacking clients of different sizes, exact averages over them, minibatches.
+
+Clients live on a leading axis, so clients of different sizes are padded to the largest and carry a
+mask. Padding must not change a loss. A loss that looks at `data["mask"]` takes care of that itself.
+Any other loss is taken to be an average over samples, and is then evaluated sample by sample,
+
+    f(w) = (1 / size) Σ_s mask_s f(w; sample s),
+
+which is the same number for every such loss, written by its author as a plain `jnp.mean`. That it
+is an average is checked when the problem is made, never assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
+
+from fedsolve.errors import InvalidInput
+
+Mask = Any  # None, a boolean array, or a dict of them, one for each set of samples
+
+
+class Samples(eqx.Module):
+    """Samples and their mask, of one client or, stacked on a leading axis, of all.
+
+    The mask is None where every sample is real, a boolean array where all leaves have the same
+    samples, and a dict where each entry of `values` is a set of samples of its own.
+    """
+
+    values: PyTree
+    mask: Mask = None
+
+    @property
+    def size(self) -> Int[Array, ""] | int:
+        """How many real samples one client has."""
+        if self.mask is not None:
+            return sum(_count(mask) for mask in jax.tree.leaves(self.mask))
+        return max(_length(leaf) for leaf in jax.tree.leaves(self.values))
+
+    @property
+    def is_one_set(self) -> bool:
+        """Whether all leaves have the same samples (inputs and labels, not two classes)."""
+        return len({_length(leaf) for leaf in jax.tree.leaves((self.values, self.mask))}) == 1
+
+    def draw(self, key: Key[Array, ""], batch_size: int) -> Samples:
+        """A minibatch: `batch_size` samples with replacement, so that every client has enough.
+
+        One uniform draw serves all leaves, scaled by the leaf's own number of samples: leaves
+        that belong together (inputs and labels) get the same rows.
+        """
+        draw = jax.random.uniform(key, (batch_size,))
+
+        def rows(leaf: Shaped[Array, " s *rest"], count: Any) -> Shaped[Array, " b *rest"]:
+            index = jnp.minimum((draw * count).astype(jnp.int32), count - 1)
+            return leaf[index]
+
+        if isinstance(self.mask, dict):
+            values = {
+                name: jax.tree.map(lambda leaf, n=_count(self.mask[name]): rows(leaf, n), entry)
+                for name, entry in self.values.items()
+            }
+        else:
+            count = None if self.mask is None else _count(self.mask)
+            values = jax.tree.map(
+                lambda leaf: rows(leaf, _length(leaf) if count is None else count), self.values
+            )
+        return Samples(values)
+
+
+class PerClient(eqx.Module):
+    """A user's function of (params, one client's data), exact on padded samples."""
+
+    function: Callable = eqx.field(static=True)
+    sees_mask: bool = eqx.field(static=True)
+    averages: str | None = eqx.field(static=True)  # the set of samples that it averages over
+
+    def __call__(self, params: PyTree, samples: Samples) -> PyTree:
+        if self.sees_mask:
+            return self.function(params, {**samples.values, "mask": _mask(samples)})
+        if samples.mask is None:
+            return self.function(params, samples.values)
+        name = self.averages
+        mask = samples.mask if name is None else samples.mask[name]
+        sampled = samples.values if name is None else samples.values[name]
+
+        def one(sample: PyTree) -> Float[Array, ""]:
+            alone = jax.tree.map(lambda leaf: leaf[None], sample)
+            return self.function(params, alone if name is None else {**samples.values, name: alone})
+
+        values = jax.vmap(one)(sampled)
+        return jnp.sum(jnp.where(mask, values, 0)) / jnp.sum(mask)
+
+
+def stack_clients(clients: Sequence[PyTree]) -> Any:
+    """Stacks clients' data on a leading axis; pads clients that have fewer samples.
+
+    Each client's data are arrays with samples on their first axis: one array, or a tuple or dict
+    of arrays. A dict comes back as a dict with one more entry, `"mask"`: true for real samples,
+    of shape (clients, samples); where the entries of the dict have different numbers of samples
+    (two classes, say), a dict of such masks. Other structures come back as `Samples`, whose mask
+    Fedsolve applies by itself. Padding repeats a client's first sample, so it is never a value
+    that the client does not have.
+    """
+    clients = list(clients)
+    if not clients:
+        raise InvalidInput("There are no clients: stack_clients needs at least one.")
+    structures = {jax.tree.structure(client) for client in clients}
+    if len(structures) > 1:
+        raise InvalidInput("Every client's data must have the same structure (the same entries).")
+    if isinstance(clients[0], Mapping) and "mask" in clients[0]:
+        raise InvalidInput('stack_clients adds an entry "mask"; the data must not have one already.')
+    arrays = [jax.tree.map(np.asarray, client) for client in clients]
+    for index, client in enumerate(arrays):
+        for path, leaf in jax.tree.leaves_with_path(client):
+            name = jax.tree_util.keystr(path) or "its data"
+            if leaf.ndim == 0:
+                raise InvalidInput(f"Client {index}: {name} is a scalar; samples need an axis.")
+            if len(leaf) == 0:
+                raise InvalidInput(f"Client {index} has no samples in {name}.")
+    lengths = [[len(leaf) for leaf in jax.tree.leaves(client)] for client in arrays]
+    stacked = jax.tree.map(lambda *leaves: _pad(leaves), *arrays)
+    if all(len(set(row)) == 1 for row in lengths):
+        mask: Mask = _real([row[0] for row in lengths])
+    elif isinstance(arrays[0], dict):
+        mask = {}
+        for name in arrays[0]:
+            counts = [{len(leaf) for leaf in jax.tree.leaves(client[name])} for client in arrays]
+            if any(len(count) != 1 for count in counts):
+                raise InvalidInput(f"The arrays in {name!r} differ in their number of samples.")
+            mask[name] = _real([count.pop() for count in counts])
+    else:
+        raise InvalidInput(
+            "Arrays of one client differ in their number of samples; "
+            "name each set of samples by an entry of a dict."
+        )
+    return {**stacked, "mask": mask} if isinstance(stacked, dict) else Samples(stacked, mask)
+
+
+def as_samples(clients: PyTree) -> Samples:
+    """What the user gave as clients, as samples and mask."""
+    if isinstance(clients, Samples):
+        return clients
+    if isinstance(clients, dict) and all(np.ndim(m) == 2 for m in _leaves(clients.get("mask"))):
+        return Samples({k: v for k, v in clients.items() if k != "mask"}, clients["mask"])
+    return Samples(clients)
+
+
+def per_client(
+    name: str, function: Callable, params: PyTree, stacked: Samples, sums: bool = False
+) -> PerClient:
+    """Finds out how a user's function treats padding, and refuses what cannot be exact.
+
+    `sums`: the function gives sums over samples, not an average, so it has to look at the mask.
+    """
+    if stacked.mask is None:
+        return PerClient(function, sees_mask=False, averages=None)
+    one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), stacked)
+    if isinstance(one.values, dict):
+        used = _entries_used(function, params, {**one.values, "mask": _mask(one)})
+        if "mask" in used:
+            return PerClient(function, sees_mask=True, averages=None)
+    else:
+        used = set()
+    if sums:
+        raise InvalidInput(f'The {name} sums over padded samples; let it look at data["mask"].')
+    averages = None
+    if isinstance(stacked.mask, dict):
+        if len(used) != 1:
+            raise InvalidInput(
+                f"The {name} uses several sets of samples ({', '.join(sorted(used)) or 'none'}) of "
+                'clients that differ in size; let it look at data["mask"].'
+            )
+        averages = used.pop()
+    wrapped = PerClient(function, sees_mask=False, averages=averages)
+    _check_average(name, wrapped, params, stacked)
+    return wrapped
+
+
+def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Samples) -> None:
+    """The sample-by-sample average must be what the function gives on the samples unpadded."""
+    masks = jax.tree.leaves(stacked.mask)
+    real = sum(np.sum(np.asarray(mask), axis=1) for mask in masks)
+    rng = np.random.default_rng(0)
+    nearby = jax.tree.map(lambda p: jnp.asarray(p) + 0.1 * rng.standard_normal(np.shape(p)), params)
+    for index in {int(np.argmin(real)), int(np.argmax(real))}:
+        one = jax.tree.map(lambda leaf, i=index: jnp.asarray(leaf[i]), stacked)
+        if isinstance(one.mask, dict):
+            bare = {
+                key: jax.tree.map(lambda leaf, m=one.mask[key]: leaf[np.asarray(m)], entry)
+                for key, entry in one.values.items()
+            }
+        else:
+            keep = np.asarray(one.mask)
+            bare = jax.tree.map(lambda leaf, keep=keep: leaf[keep], one.values)
+        expected, got = wrapped.function(nearby, bare), wrapped(nearby, one)
+        if not np.allclose(expected, got, rtol=1e-3, atol=1e-5):
+            raise InvalidInput(
+                f"The {name} is not an average over samples (client {index}: {float(expected):.6g} "
+                f"on its samples, {float(got):.6g} as an average of single ones), so padding would "
+                'change it; let it look at data["mask"].'
+            )
+
+
+def _entries_used(function: Callable, params: PyTree, data: dict) -> set[str]:
+    """The entries of `data` that the function's value depends on."""
+    jaxpr = jax.make_jaxpr(function)(params, data).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    paths = [path for path, _ in jax.tree.leaves_with_path((params, data))]
+    return {
+        str(path[1].key)
+        for path, is_used in zip(paths, used, strict=True)
+        if is_used and path[0] == jax.tree_util.SequenceKey(1)
+    }
+
+
+def _leaves(mask: Mask) -> list:
+    return jax.tree.leaves(mask) or [None]  # no mask at all has one leaf without axes
+
+
+def _mask(samples: Samples) -> Mask:
+    if samples.mask is not None:
+        return samples.mask
+    lengths = {name: _length(jax.tree.leaves(v)[0]) for name, v in samples.values.items()}
+    if len(set(lengths.values())) == 1:
+        return jnp.ones(next(iter(lengths.values())), bool)
+    return {name: jnp.ones(length, bool) for name, length in lengths.items()}
+
+
+def _pad(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    if len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) > 1:
+        raise InvalidInput("Clients' samples must have the same shape and type.")
+    longest = max(map(len, leaves))
+    stacked = np.empty((len(leaves), longest, *leaves[0].shape[1:]), leaves[0].dtype)
+    for row, leaf in zip(stacked, leaves, strict=True):
+        row[: len(leaf)], row[len(leaf) :] = leaf, leaf[0]
+    return stacked
+
+
+def _real(counts: Sequence[int]) -> np.ndarray:
+    return np.arange(max(counts)) < np.asarray(counts)[:, None]
+
+
+def _count(mask: Shaped[Array, " s"]) -> Int[Array, ""]:
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _length(leaf: Any) -> int:
+    return leaf.shape[0] if leaf.ndim else 1

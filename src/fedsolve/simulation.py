@@ -1,0 +1,153 @@
+"""The compiled runtime: clients are a leading axis, rounds are a scan, a run is one program.
+
+The program is compiled once for a problem and an algorithm, whatever the number of rounds, the
+seed, or the values of step sizes: it advances a fixed number of *slots*, each of which holds as many
+rounds as it is told and evaluates at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Float, Int, PyTree
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.federation import Arrivals, Cohort, Federation, Flags, State
+from fedsolve.problem import Problem
+from fedsolve.replies import Replies
+from fedsolve.samples import Samples
+
+SLOTS = 100
+
+
+class Simulation(Federation):
+    """A federation inside one compiled program."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        state: State,
+        arrivals: Arrivals | None = None,
+        clients_at_once: int | None = None,
+    ):
+        super().__init__(problem, state, arrivals)
+        self._at_once = clients_at_once
+
+    def _gather(
+        self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any
+    ) -> PyTree:
+        everyone = isinstance(cohort, np.ndarray) and len(cohort) == self.clients
+
+        def take(leaf: Array) -> Array:
+            return leaf if everyone else leaf[cohort]
+
+        kept: list[bool] = []  # which leaves of the state the method hands back untouched
+
+        def watched(index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
+            moved, reply = answer(index, samples, state)
+            before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
+            kept[:] = [a is b for a, b in zip(before, after, strict=True)]
+            return moved, jax.tree.map(jnp.asarray, reply)
+
+        def run(states: PyTree) -> tuple[PyTree, PyTree]:
+            operands = (jnp.asarray(cohort), self._problem.samples, states)
+            operands = (operands[0], *jax.tree.map(take, operands[1:]))
+            return map_clients(watched, operands, self._at_once)
+
+        if isinstance(when, jax.Array) and when.ndim == 0:
+            # Not asked, not computed: worth a branch, since it can be most of a round.
+            shape = jax.eval_shape(run, self._states)
+
+            def skip(states: PyTree) -> tuple[PyTree, PyTree]:
+                zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape[1])
+                return jax.tree.map(take, states), zeros
+
+            moved, values = lax.cond(when, run, skip, self._states)
+        else:
+            moved, values = run(self._states)
+
+        def put(old: Array, new: Array) -> Array:
+            if not (isinstance(arrived, np.ndarray) and arrived.all()):
+                new = jnp.where(arrived.reshape(-1, *[1] * (new.ndim - 1)), new, take(old))
+            return new if everyone else old.at[cohort].set(new)
+
+        old, structure = jax.tree.flatten(self._states)
+        new = jax.tree.leaves(moved)
+        self._states = structure.unflatten(
+            o if same else put(o, n) for o, n, same in zip(old, new, kept, strict=True)
+        )
+        return values
+
+
+def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> PyTree:
+    """`function` over the leading axis: all clients in one `vmap`, or `at_once` at a time."""
+    if at_once is None:
+        return jax.vmap(function)(*operands)
+    return lax.map(lambda one: function(*one), operands, batch_size=at_once)
+
+
+def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
+    """f, g over all clients and the metrics at w."""
+    params = problem.layout.unravel(w)
+
+    def look(samples: Samples) -> tuple[Float[Array, ""], PyTree]:
+        measured = None
+        if problem.constraint is not None:
+            measured = problem.constraint.measure(params, samples, 1)
+        return problem.objective(params, samples), measured
+
+    values, measured = map_clients(look, (problem.samples,), at_once)
+    found = {"objective": jnp.mean(values)}
+    if problem.constraint is not None:
+        found["constraint"], _ = problem.constraint.combine(
+            Replies(measured, jnp.ones(problem.n, bool))
+        )
+    return found | {name: metric(params, problem.test) for name, metric in problem.metrics}
+
+
+def advance(
+    problem: Problem,
+    algorithm: Algorithm,
+    state: State,
+    spans: Int[Array, "slots 2"],
+    arrivals: Arrivals | None = None,
+    at_once: int | None = None,
+) -> tuple[State, dict[str, Any]]:
+    """Span by span, runs rounds from start to stop and evaluates. An empty span does nothing."""
+
+    def step(state: State) -> tuple[State, dict[str, Any]]:
+        return Simulation(problem, state, arrivals, at_once).play(algorithm)
+
+    # One trace serves both the shapes and the loop.
+    traced, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(state)
+    run_step = jaxpr_as_fun(traced)
+    structure = jax.tree.structure((state, shapes))
+
+    def body(_: Any, carry: tuple) -> tuple:
+        return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
+
+    def slot(state: State, span: Int[Array, "2"]) -> tuple[State, dict[str, Any]]:
+        start, stop = span
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        state, info = lax.fori_loop(start, stop, body, (state, nothing))
+        found_shapes = jax.eval_shape(lambda w: evaluate(problem, w, at_once), state.w)
+        found = lax.cond(
+            stop > start,
+            lambda w: evaluate(problem, w, at_once),
+            lambda w: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
+            state.w,
+        )
+        return state, info | found
+
+    return lax.scan(slot, state, spans)
+
+
+compiled_start = eqx.filter_jit(State.start)
+compiled_advance = eqx.filter_jit(advance)

@@ -1,0 +1,209 @@
+"""`solve`: one run of an algorithm on a problem."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from fedsolve import debug
+from fedsolve.algorithm import Algorithm
+from fedsolve.errors import Diverged, Interrupted, InvalidInput
+from fedsolve.federation import Arrivals, Bytes, State
+from fedsolve.fields import check_count
+from fedsolve.problem import Problem, as_device_array
+from fedsolve.runs import History, Run
+from fedsolve.simulation import SLOTS, Simulation, compiled_advance, compiled_start
+
+Spans = Int[np.ndarray, "slots 2"]  # rounds from start to stop, with an evaluation at the stop
+SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
+
+
+def solve(
+    problem: Problem,
+    algorithm: Algorithm,
+    rounds: int,
+    seed: int = 0,
+    *,
+    evaluate_every: int = 1,
+    runtime: str = "compiled",
+    precision: str | None = None,
+    clients_at_once: int | None = None,
+    arrivals: Arrivals | None = None,
+    resume: State | None = None,
+    progress: Callable[[History, int], None] | None = None,
+) -> Run:
+    """Runs the algorithm for that many rounds.
+
+    - `evaluate_every`: the objective, the constraint and the metrics are computed over all clients
+      after every so many rounds, and after the last.
+    - `runtime`: `"compiled"`, or `"debug"` (clients one by one, nothing compiled).
+    - `precision`: `"float32"` or `"float64"`; by default as JAX is set (float32).
+    - `clients_at_once`: how many clients are computed together; fewer need less memory.
+    - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
+    - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
+    - `progress(history so far, rounds)`: called about twice a second.
+
+    Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
+    the `run` up to there.
+    """
+    check_run(problem, algorithm, rounds, evaluate_every, clients_at_once)
+    if runtime not in ("compiled", "debug"):
+        raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
+    began = time.perf_counter()
+    with precision_of(precision) as dtype:
+        placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
+        start = compiled_start(placed, tuned, jax.random.key(seed))
+        state = start if resume is None else _resumed(resume, start, rounds)
+
+        def advance(state: State, spans: Spans) -> tuple[State, History]:
+            if runtime == "debug":
+                after, entries = debug.advance(placed, tuned, state, spans, arrivals)
+            else:
+                after, entries = compiled_advance(
+                    placed, tuned, state, padded(spans), arrivals, clients_at_once
+                )
+            return after, on_host(entries, spans)
+
+        def run(state: State, chunks: list[History]) -> Run:
+            seconds = time.perf_counter() - began
+            return Run.of(problem, algorithm, state, joined(chunks), seed, seconds)
+
+        chunks: list[History] = []
+        spans = spans_of(int(state.round), rounds, evaluate_every)
+        slots = 1
+        while len(spans):
+            before, chunk_began = state, time.perf_counter()
+            try:
+                state, entries = advance(state, spans[:slots])
+            except KeyboardInterrupt:
+                message = f"Stopped by the user after round {int(before.round)} of {rounds}."
+                raise Interrupted(message, run(before, chunks)) from None
+            good, reason = _first_fault(before, state, entries)
+            if reason:
+                if "{exchange}" in reason:
+                    reason = reason.format(exchange=_exchange_name(placed, tuned, before, state))
+                kept = _until(spans[:slots], good)
+                if len(kept):
+                    before, entries = advance(before, kept)
+                    chunks.append(entries)
+                raise Diverged(reason, run(before, chunks))
+            chunks.append(entries)
+            spans = spans[slots:]
+            seconds = (time.perf_counter() - chunk_began) / slots
+            slots = int(np.clip(SECONDS_A_CHUNK / max(seconds, 1e-9), 1, SLOTS))
+            if progress is not None:
+                progress(joined(chunks), rounds)
+        return run(state, chunks)
+
+
+def check_run(
+    problem: Problem,
+    algorithm: Algorithm,
+    rounds: int,
+    evaluate_every: int,
+    clients_at_once: int | None,
+) -> None:
+    """Refuses what cannot be run."""
+    check_count("rounds", rounds)
+    check_count("evaluate_every", evaluate_every)
+    if clients_at_once is not None:
+        check_count("clients_at_once", clients_at_once)
+    algorithm.check(problem)
+
+
+@contextlib.contextmanager
+def precision_of(name: str | None) -> Iterator[Any]:
+    """Runs the block in that precision; gives the type for floating-point numbers, if asked for."""
+    if name not in (None, "float32", "float64"):
+        raise InvalidInput(f'precision must be "float32" or "float64", got {name!r}.')
+    if name is None:
+        yield None
+    else:
+        with jax.enable_x64(name == "float64"):
+            yield jnp.dtype(name)
+
+
+def numbers_on_device(algorithm: Algorithm, dtype: Any) -> Algorithm:
+    """The algorithm with its numbers as arrays: a new value is then no new compilation."""
+    return jax.tree.map(lambda leaf: as_device_array(leaf, dtype), algorithm)
+
+
+def spans_of(first: int, rounds: int, every: int) -> Spans:
+    """The spans between evaluations, from round `first` on."""
+    stops = [*range((first // every + 1) * every, rounds, every), rounds]
+    return np.asarray([*zip([first, *stops[:-1]], stops, strict=True)], np.int32)
+
+
+def padded(spans: Spans) -> Spans:
+    """Empty spans up to the number that the program is compiled for."""
+    return np.concatenate([spans, np.zeros((SLOTS - len(spans), 2), np.int32)])
+
+
+def on_host(entries: dict[str, Any], spans: Spans) -> History:
+    """What the program wrote, as NumPy arrays of one entry for each span."""
+    found: History = {"round": spans[:, 1].astype(np.int64)}
+    for name, values in entries.items():
+        exact = values.exact() if isinstance(values, Bytes) else np.asarray(values)
+        found[name] = exact[: len(spans)]
+    return found
+
+
+def joined(chunks: list[History]) -> History:
+    """The chunks one after the other."""
+    return {name: np.concatenate([c[name] for c in chunks]) for name in (chunks or [{}])[0]}
+
+
+def _first_fault(before: State, after: State, entries: History) -> tuple[int, str]:
+    """How many rounds were good, and what happened then ("" if nothing did)."""
+    hint = "is not finite; a smaller step may help."
+    round, exchange, client = map(int, after.fault)
+    if round >= 0:
+        what = f"client {client}'s reply to {{exchange}}" if exchange >= 0 else "w"
+        return round, f"Round {round + 1}: {what} {hint}"
+    good = int(before.round)
+    for position, stop in enumerate(entries["round"]):
+        for quantity in ("objective", "constraint"):
+            if quantity in entries and not np.isfinite(entries[quantity][position]):
+                return good, f"Round {stop}: the {quantity} {hint}"
+        good = int(stop)
+    return good, ""
+
+
+def _exchange_name(problem: Problem, algorithm: Algorithm, state: State, after: State) -> str:
+    """The method behind a faulty exchange: found by tracing a round, as programs keep no names."""
+    names: list[str] = []
+
+    def look(state: State) -> Any:
+        fed = Simulation(problem, state)
+        fed.exchanges = names
+        return fed.play(algorithm)[0].w
+
+    jax.eval_shape(look, state)
+    return names[int(after.fault[1])]
+
+
+def _until(spans: Spans, stop: int) -> Spans:
+    """The part of the spans up to a round."""
+    return np.asarray([(a, min(b, stop)) for a, b in spans if a < stop], np.int32).reshape(-1, 2)
+
+
+def _resumed(saved: State, start: State, rounds: int) -> State:
+    """The saved state, if it fits what this run would have started from."""
+    if _shapes(saved) != _shapes(start):
+        raise InvalidInput("The state to resume from belongs to another problem or algorithm.")
+    if int(saved.round) >= rounds:
+        raise InvalidInput(f"The state to resume from has done {int(saved.round)} of {rounds} rounds.")
+    return jax.tree.map(jnp.asarray, saved)
+
+
+def _shapes(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(eqx.filter(tree, eqx.is_array_like))
+    return structure, [(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]

@@ -1,0 +1,132 @@
+"""`sweep`: a grid of runs as one compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import State
+from fedsolve.problem import Problem
+from fedsolve.runs import History, Run, Sweep
+from fedsolve.simulation import SLOTS, advance
+from fedsolve.solving import (
+    check_run,
+    joined,
+    numbers_on_device,
+    on_host,
+    padded,
+    precision_of,
+    spans_of,
+)
+
+
+def sweep(
+    problem: Problem,
+    algorithm: Algorithm,
+    rounds: int,
+    seeds: Iterable[int] = (0,),
+    *,
+    evaluate_every: int = 1,
+    precision: str | None = None,
+    clients_at_once: int | None = None,
+    **grid: Sequence[Any],
+) -> Sweep:
+    """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or
+    `**{"switching.beta": [20, 40]}`.
+
+    All seeds, and all combinations that differ in numbers only (step sizes, tolerances, β), are one
+    compiled program, mapped over algorithm and seed. Values that change the program itself (local
+    steps, compressors, hard or soft) make one program each. A combination that diverges does not
+    stop the others; the table says in which round it did.
+    """
+    cells = [
+        (settings, changed, seed)
+        for settings, changed in _combinations(algorithm, grid)
+        for seed in seeds
+    ]
+    if not cells:
+        raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
+    for _, changed, _ in cells:
+        check_run(problem, changed, rounds, evaluate_every, clients_at_once)
+    runs: dict[int, Run] = {}
+    with precision_of(precision) as dtype:
+        placed = problem.on_device(dtype)
+        tuned = [numbers_on_device(changed, dtype) for _, changed, _ in cells]
+        programs: dict[Any, list[int]] = {}
+        for index, each in enumerate(tuned):
+            programs.setdefault(jax.tree.structure(each), []).append(index)
+        for members in programs.values():
+            began = time.perf_counter()
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
+            keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
+            state, chunks = _start_all(placed, stacked, keys), []
+            spans = spans_of(0, rounds, evaluate_every)
+            while len(spans):
+                now, spans = spans[:SLOTS], spans[SLOTS:]
+                state, entries = _advance_all(placed, stacked, state, padded(now), clients_at_once)
+                chunks.append((now, jax.tree.map(np.asarray, entries)))
+            state = jax.tree.map(np.asarray, state)
+            seconds = time.perf_counter() - began
+            for row, index in enumerate(members):
+                settings, changed, seed = cells[index]
+                history = joined([on_host(_row(entries, row), now) for now, entries in chunks])
+                runs[index] = Run.of(
+                    problem, changed, _row(state, row), history, seed, seconds, settings
+                )
+    return Sweep([runs[index] for index in range(len(cells))])
+
+
+@eqx.filter_jit
+def _start_all(problem: Problem, algorithms: Algorithm, keys: Any) -> State:
+    return eqx.filter_vmap(State.start, in_axes=(None, eqx.if_array(0), 0))(
+        problem, algorithms, keys
+    )
+
+
+@eqx.filter_jit
+def _advance_all(
+    problem: Problem, algorithms: Algorithm, state: State, spans: Any, at_once: int | None
+) -> tuple[State, dict[str, Any]]:
+    def one(algorithm: Algorithm, state: State) -> tuple[State, dict[str, Any]]:
+        return advance(problem, algorithm, state, spans, None, at_once)
+
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0))(algorithms, state)
+
+
+def _combinations(
+    algorithm: Algorithm, grid: dict[str, Sequence[Any]]
+) -> list[tuple[dict[str, Any], Algorithm]]:
+    found = []
+    for values in itertools.product(*grid.values()):
+        settings, changed = dict(zip(grid, values, strict=True)), algorithm
+        for name, value in settings.items():
+            changed = with_field(changed, name.split("."), value)
+        found.append((settings, changed))
+    return found
+
+
+def with_field(module: Any, path: Sequence[str], value: Any) -> Any:
+    """The module with one field, perhaps of a part of it, replaced; its checks run again."""
+    name, *rest = path
+    names = [field.name for field in dataclasses.fields(module)]
+    if name not in names:
+        raise InvalidInput(
+            f"{type(module).__name__} has no field {name!r}; it has {', '.join(names)}."
+        )
+    if rest:
+        value = with_field(getattr(module, name), rest, value)
+    return dataclasses.replace(module, **{name: value})
+
+
+def _row(tree: Any, index: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], tree)
