@@ -38,7 +38,7 @@ class Algorithm(eqx.Module):
         """One round, on the server: the server's next state, and what to write in the history."""
         raise NotImplementedError
 
-    def average(self, server: PyTree) -> Float[Array, " d"] | None:
+    def average(self, server: PyTree) -> Any:
         """The averaged parameters that the algorithm promises something about, if it has them."""
         return None
 

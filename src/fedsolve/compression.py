@@ -17,7 +17,8 @@ Biased contractive compressors need error feedback; unbiased ones do not.
     QSGD          ‖v‖ sign(v) ξ/s, ξ is s|v|/‖v‖ rounded      ‖v‖, codes       ω = min(d/s², √d/s)
     Compose       TopK or RandK, kept values compressed       indices, packet  q = q₁q₂
 
-The bounds hold in float32 and float64, away from subnormal numbers, which XLA flushes to zero.
+The bounds hold in float32 and float64, but not at the ends of their range (below 1e-30 or beyond
+1e37 in float32), where XLA flushes subnormal numbers and reciprocals to zero.
 QSGD and its bound are Alistarh et al. 2017, Lemma 3.1.
 """
 
@@ -40,7 +41,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped, UInt
 
 from fedsolve.errors import InvalidInput
 
-Selection = tuple[Int[Array, " kept"], Float[Array, " kept"]]
+Kept = tuple[Int[Array, " kept"], Float[Array, " kept"]]
 
 
 class Packet(eqx.Module):
@@ -144,7 +145,7 @@ class Compressor(eqx.Module):
         raise InvalidInput(f"{self} is biased and has no ω; ask for its contraction(size).")
 
 
-def _drawn(key: PRNGKeyArray | None, compressor: Compressor) -> PRNGKeyArray:
+def _require(key: PRNGKeyArray | None, compressor: Compressor) -> PRNGKeyArray:
     if key is None:
         name = type(compressor).__name__
         raise InvalidInput(f"{name} draws at random and needs a key: call compressor(v, key).")
@@ -190,7 +191,7 @@ class Sparsifier(Compressor):
     block = None
 
     @abc.abstractmethod
-    def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Selection:
+    def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
         """What is kept: indices within blocks, and values."""
 
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Sparse:
@@ -229,7 +230,7 @@ class TopK(Sparsifier):
     )
     contractive = True
 
-    def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Selection:
+    def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
         block, share = self.layout(v.size)
         short = v.size % block
         whole, last = v[: v.size - short].reshape(-1, block), v[v.size - short :]
@@ -250,9 +251,9 @@ class RandK(Sparsifier):
         # The factor d/K may make the error larger than v; it is 1 where all is kept.
         return not self.unbiased or self.fraction == 1
 
-    def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Selection:
+    def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
         kept = self.kept(v.size)
-        indices = jax.random.choice(_drawn(key, self), v.size, (kept,), replace=False)
+        indices = jax.random.choice(_require(key, self), v.size, (kept,), replace=False)
         return indices, v[indices] * (v.size / kept if self.unbiased else 1)
 
     def variance(self, size: int) -> float:
@@ -276,7 +277,7 @@ def _codebook(format: np.dtype) -> Float[np.ndarray, " n"]:
 class SmallFloat(Compressor):
     """Rounds v / max|v| to the nearest number of a small format, whose largest stands for 1."""
 
-    format: eqx.AbstractClassVar[np.dtype]
+    format: ClassVar[np.dtype]
     contractive = True
 
     @property
@@ -285,9 +286,7 @@ class SmallFloat(Compressor):
 
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Scaled:
         peak, unit = _normalized(v)
-        # The clip is for devices whose division is inexact: beyond the top a code would be NaN.
-        codes = self.encode(jnp.clip(unit * self.top, -self.top, self.top))
-        return Scaled(peak, codes, v.size, self)
+        return Scaled(peak, self.encode(unit * self.top), v.size, self)
 
     def encode(self, x: Float[Array, " d"]) -> Shaped[Array, " n"]:
         """Codes of numbers in [−top, top]."""
@@ -316,13 +315,13 @@ class SmallFloat(Compressor):
 class Float16(SmallFloat):
     """Two bytes an entry (IEEE half precision)."""
 
-    format: ClassVar[np.dtype] = np.dtype(jnp.float16)
+    format = np.dtype(jnp.float16)
 
 
 class Float8(SmallFloat):
     """One byte an entry (e4m3fn)."""
 
-    format: ClassVar[np.dtype] = np.dtype(jnp.float8_e4m3fn)
+    format = np.dtype(jnp.float8_e4m3fn)
 
 
 class Float4(SmallFloat):
@@ -331,7 +330,7 @@ class Float4(SmallFloat):
     JAX keeps a float4 in a whole byte, so two codes, a sign and three bits each, are packed here.
     """
 
-    format: ClassVar[np.dtype] = np.dtype(jnp.float4_e2m1fn)
+    format = np.dtype(jnp.float4_e2m1fn)
 
     def encode(self, x: Float[Array, " d"]) -> UInt[Array, " n"]:
         codebook = _codebook(self.format)
@@ -358,9 +357,10 @@ class QSGD(Compressor):
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Scaled:
         peak, unit = _normalized(v)
         length = jnp.linalg.norm(unit)  # at least 1, unless v = 0
-        level = jnp.abs(unit) / jnp.maximum(length, 1) * self.levels
+        # A device may divide inexactly, and a level beyond the last has no code.
+        level = jnp.minimum(jnp.abs(unit) / jnp.maximum(length, 1), 1) * self.levels
         below = jnp.floor(level)
-        above = jax.random.bernoulli(_drawn(key, self), level - below)
+        above = jax.random.bernoulli(_require(key, self), level - below)
         codes = jnp.sign(v) * (below + above)
         narrow = jnp.int8 if self.levels <= 127 else jnp.int16
         return Scaled(peak * length, codes.astype(narrow), v.size, self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +19,14 @@ def sample(
     A few of many are drawn by Floyd's method, whose cost does not depend on `clients`.
     """
     if participants is None or participants == clients:
-        return np.arange(clients)
-    if participants**2 > 16 * clients:
-        return jax.random.permutation(key, clients)[:participants]
-    last = jnp.arange(clients - participants, clients)
-    draws = jax.random.randint(key, (participants,), 0, last + 1)
+        return np.arange(clients, dtype=np.int32)
+    if participants**2 > 64 * clients:
+        return jax.random.permutation(key, jnp.arange(clients, dtype=jnp.int32))[:participants]
+    last = jnp.arange(clients - participants, clients, dtype=jnp.int32)
+    draws = jax.random.randint(key, (participants,), 0, last + 1, dtype=jnp.int32)
 
-    def insert(i: Int[Array, ""], chosen: Int[Array, " m"]) -> Int[Array, " m"]:
+    def insert(i: Any, chosen: Int[Array, " m"]) -> Int[Array, " m"]:
         taken = jnp.any(chosen == draws[i])  # a draw already chosen is replaced by the last one
         return chosen.at[i].set(jnp.where(taken, last[i], draws[i]))
 
-    return jax.lax.fori_loop(0, participants, insert, jnp.full(participants, -1))
+    return jax.lax.fori_loop(0, participants, insert, jnp.full(participants, -1, jnp.int32))

@@ -40,10 +40,11 @@ class Layout:
     def ravel(self, params: PyTree) -> Float[Array, " d"]:
         return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
-    def unravel(self, w: Float[Array, " d"]) -> PyTree:
+    def unravel(self, w: Float[Array | np.ndarray, " d"]) -> PyTree:
         ends = np.cumsum([np.prod(shape, dtype=int) for shape in self.shapes])
-        parts = jnp.split(w, ends[:-1])
-        leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        starts = [0, *ends[:-1]]
+        parts = zip(starts, ends, self.shapes, strict=True)
+        leaves = [w[start:end].reshape(shape) for start, end, shape in parts]
         return jax.tree.unflatten(self.structure, leaves)
 
 

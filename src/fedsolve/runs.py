@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import PyTree
@@ -49,10 +49,13 @@ class Run:
         seconds: float,
         settings: dict[str, Any] | None = None,
     ) -> Run:
+        def on_host(w: Any) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
+            return problem.layout.unravel(np.asarray(w))
+
         average = algorithm.average(state.server)
         return cls(
-            params=problem.layout.unravel(state.w),
-            average=None if average is None else problem.layout.unravel(average),
+            params=on_host(state.w),
+            average=None if average is None else on_host(average),
             history=history,
             state=state,
             problem=problem,
@@ -116,18 +119,23 @@ class Sweep:
         return repr(self.table)
 
     def _frame(self, choose: Any) -> Any:
-        import pandas as pd
+        labels = [{k: _label(v) for k, v in run.settings.items()} for run in self.runs]
+        return tidy(list(zip(labels, self.runs, strict=True)), choose)
 
-        frames = []
-        for run in self.runs:
-            columns = {k: v for k, v in choose(run.history).items() if np.ndim(v) == 1}
-            labels = {name: _label(value) for name, value in run.settings.items()}
-            broken = int(run.state.fault[0])
-            diverged = broken + 1 if broken >= 0 else None
-            frames.append(
-                pd.DataFrame(labels | {"seed": run.seed} | columns | {"diverged": diverged})
-            )
-        return pd.concat(frames, ignore_index=True)
+
+def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:
+    """Runs as one pandas table: labels, seed, and the chosen entries of the histories. If a run of
+    them diverged, `diverged` says in which round."""
+    import pandas as pd
+
+    frames = []
+    for labels, run in labelled:
+        entries = {k: v for k, v in choose(run.history).items() if v.ndim == 1}
+        frame = pd.DataFrame(labels | {"seed": run.seed} | entries)
+        if (broken := int(run.state.fault[0])) >= 0:
+            frame["diverged"] = broken + 1
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
 
 
 def _label(value: Any) -> Any:

@@ -55,7 +55,7 @@ class Samples(eqx.Module):
         One uniform draw serves all leaves, scaled by the leaf's own number of samples: leaves
         that belong together (inputs and labels) get the same rows.
         """
-        draw = jax.random.uniform(key, (batch_size,))
+        draw = jax.random.uniform(key, (batch_size,), jnp.float32)
 
         def rows(leaf: Shaped[Array, " s *rest"], count: Any) -> Shaped[Array, " b *rest"]:
             index = jnp.minimum((draw * count).astype(jnp.int32), count - 1)

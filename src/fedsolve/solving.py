@@ -22,7 +22,7 @@ from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
 from fedsolve.simulation import SLOTS, Simulation, compiled_advance, compiled_start
 
-Spans = Int[np.ndarray, "slots 2"]  # rounds from start to stop, with an evaluation at the stop
+Spans = Int[np.ndarray, "_ 2"]  # rounds from start to stop, with an evaluation at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
 
 
@@ -150,7 +150,9 @@ def padded(spans: Spans) -> Spans:
 def on_host(entries: dict[str, Any], spans: Spans) -> History:
     """What the program wrote, as NumPy arrays of one entry for each span."""
     found: History = {"round": spans[:, 1].astype(np.int64)}
-    for name, values in entries.items():
+    first = [name for name in ("objective", "constraint", "switch") if name in entries]
+    for name in dict.fromkeys([*first, *entries]):
+        values = entries[name]
         exact = values.exact() if isinstance(values, Bytes) else np.asarray(values)
         found[name] = exact[: len(spans)]
     return found

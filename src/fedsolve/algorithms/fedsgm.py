@@ -109,7 +109,7 @@ class FedSGM(Algorithm):
         updates = fed.ask(self.improve, cohort, (sigma, focus), when=heard)
         x = fed.project(server.x - at(self.step_size, fed.round) * updates.mean())
         fed.publish(self.downlink(x - fed.w, to_compress))
-        return Server(x, average, weight), info
+        return Server(x, average, weight), {"cohort": cohort} | info
 
     def switch(self, fed: Federation, cohort: Cohort) -> tuple[Any, PyTree, Any, dict[str, Any]]:
         """σ; what clients must know of the constraint; whether anyone was heard; for the history."""
@@ -120,7 +120,7 @@ class FedSGM(Algorithm):
         sigma = self.switching(estimate - self.tolerance)
         return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
 
-    def average(self, server: Server) -> Vector | None:
+    def average(self, server: Server) -> Any:
         return server.average if server.weight > 0 else None
 
     # On a client

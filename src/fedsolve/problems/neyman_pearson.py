@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fedsolve.domains import Ball, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem import Problem
@@ -21,10 +22,20 @@ from fedsolve.problem import Problem
 Rows = dict[str, Float[Array, "samples 30"]]
 
 
-def neyman_pearson(clients: int = 20, seed: int = 0, batch_size: int | None = None) -> Problem:
-    """Breast-cancer data (569 × 30, from scikit-learn): 80 % to train, standardised, dealt out so
-    that every client has the same number of samples of each class (what is left over, fewer than
-    one sample of each class a client, is not used). The other 20 % give the error rates `false_alarm` and `miss`.
+def neyman_pearson(
+    clients: int = 20,
+    seed: int = 0,
+    batch_size: int | None = None,
+    radius: float | None = None,
+) -> Problem:
+    """Breast-cancer classification with the loss on the malignant class held below a tolerance.
+
+    The data (569 × 30) come with scikit-learn: 80 % to train, standardised, dealt out so that every
+    client has the same number of samples of each class; what cannot be dealt evenly is not used.
+    The other 20 % give the error rates `false_alarm` and `miss`.
+
+    The training data are linearly separable, so without a bound on w the infimum of f is 0 and is
+    not attained. `radius` keeps ‖w‖ below it, which makes X compact, as the paper's theory has it.
     """
     from sklearn.datasets import load_breast_cancer
     from sklearn.model_selection import train_test_split
@@ -52,6 +63,7 @@ def neyman_pearson(clients: int = 20, seed: int = 0, batch_size: int | None = No
         constraint=minority_loss,
         clients={name: deal(rows) for name, rows in classes.items()},
         params=np.zeros(inputs.shape[1]),
+        domain=WholeSpace() if radius is None else Ball(radius),
         batch_size=batch_size,
         test={"majority": held_out[held_out_benign], "minority": held_out[~held_out_benign]},
         metrics={"false_alarm": false_alarm, "miss": miss},

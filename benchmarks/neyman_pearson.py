@@ -1,0 +1,126 @@
+"""FedSGM on Neyman-Pearson: against a NumPy transcription, as a sweep, and as clients grow.
+
+    python benchmarks/neyman_pearson.py
+
+The paper's run: n = 20, m = 10, E = 5, Top-K 0.1 both ways, T = 500. Times are the best of several
+in this process, and ratios to what was measured beside them.
+"""
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import fedsolve as fs
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import oracles  # noqa: E402
+
+ROUNDS, FRACTION = 500, 0.1
+ALGORITHM = fs.FedSGM(
+    step_size=0.3,
+    tolerance=0.05,
+    switching=fs.Soft(40.0),
+    participants=10,
+    local_steps=5,
+    uplink=fs.TopK(FRACTION),
+    downlink=fs.TopK(FRACTION),
+)
+
+
+def timed(function, times=5):
+    """Seconds of the first call, and of the best of some more."""
+    found = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        result = function()
+        found.append(time.perf_counter() - began)
+    return found[0], min(found[1:]), result
+
+
+def against_numpy(table):
+    problem = fs.problems.neyman_pearson(clients=20)
+    first, ours, run = timed(lambda: fs.solve(problem, ALGORITHM, ROUNDS), 10)
+    data = problem.samples.values
+    clients = oracles.neyman_pearson_clients(data["majority"], data["minority"])
+
+    def transcription():
+        path, _, _ = oracles.fedsgm(
+            clients,
+            np.zeros(30),
+            run.history["cohort"],
+            step_size=0.3,
+            tolerance=0.05,
+            switch=oracles.soft(40.0),
+            local_steps=5,
+            uplink=lambda v: oracles.top_k(v, FRACTION),
+            downlink=lambda v: oracles.top_k(v, FRACTION),
+        )
+        return path
+
+    _, numpy, path = timed(transcription, 2)
+    assert np.abs(path[-1] - run.params).max() < 1e-2, "the two must be the same run"
+    grid = {"step_size": [1.0, 0.3, 0.1, 0.03, 0.01]}
+    sweep_first, sweep, _ = timed(
+        lambda: fs.sweep(problem, ALGORITHM, ROUNDS, seeds=[0, 1, 2], **grid), 5
+    )
+    table.add_row("NumPy transcription", f"{numpy:.3f} s", "1", "")
+    table.add_row("fedsolve", f"{ours:.3f} s", f"1/{numpy / ours:.0f}", f"{first - ours:.1f} s")
+    table.add_row(
+        "sweep, 3 seeds × 5 step sizes",
+        f"{sweep:.3f} s",
+        f"{sweep / ours:.1f} × one run",
+        f"{sweep_first - sweep:.1f} s",
+    )
+
+
+def grown(clients):
+    """The task with more clients: its 20 clients' data again and again."""
+    base = fs.problems.neyman_pearson(clients=20)
+    index = np.arange(clients) % 20
+    return fs.Problem(
+        objective=base.objective.function,
+        constraint=base.constraint.function.function,
+        clients={name: rows[index] for name, rows in base.samples.values.items()},
+        params=np.zeros(30),
+    )
+
+
+def one_size(clients):
+    """In a process of its own, since peak memory is a property of the process."""
+    problem = grown(clients)
+    data = sum(leaf.nbytes // 2 for leaf in problem.samples.values.values())  # float32 on device
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    _, seconds, _ = timed(lambda: fs.solve(problem, ALGORITHM, ROUNDS, evaluate_every=ROUNDS), 3)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    print(f"{clients} {seconds * 1e6 / ROUNDS:.1f} {data / 2**20:.1f} {peak:.0f}")
+
+
+def as_clients_grow(table):
+    for clients in (20, 200, 2000, 20_000):
+        done = subprocess.run(
+            [sys.executable, __file__, str(clients)], capture_output=True, text=True, check=True
+        )
+        n, micros, data, peak = done.stdout.split()
+        table.add_row(f"{int(n):,}", micros, f"{data} MiB", f"{peak} MiB")
+
+
+def main():
+    console = Console()
+    table = Table("run of 500 rounds", "time", "ratio", "to compile", box=box.SIMPLE_HEAD)
+    against_numpy(table)
+    console.print(table)
+    title = "clients (10 take part)", "µs a round", "data", "memory of the run"
+    table = Table(*title, box=box.SIMPLE_HEAD)
+    as_clients_grow(table)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    one_size(int(sys.argv[1])) if len(sys.argv) > 1 else main()

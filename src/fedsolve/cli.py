@@ -1,0 +1,225 @@
+"""The command line: `fedsolve run`, `list`, `show`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="fedsolve",
+    help="Federated optimization under constraints, compression and partial participation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+Name = Annotated[str, typer.Argument(help="An experiment (see `fedsolve list`) or a TOML file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key: algorithm.step_size=0.3"),
+]
+
+
+def main() -> None:
+    """Runs a command; whatever the user did wrong is one sentence and exit status 2."""
+    from fedsolve.errors import InvalidInput
+
+    try:
+        app()
+    except InvalidInput as error:
+        fail(str(error), 2)
+
+
+def fail(message: str, status: int) -> None:
+    err.print("Error:", message, style="bold red", markup=False, soft_wrap=True)
+    sys.exit(status)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        import fedsolve
+
+        out.print(f"fedsolve {fedsolve.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("list")
+def list_all() -> None:
+    """Lists experiments, algorithms, problems, compressors and other parts."""
+    from fedsolve import config
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    experiments = {name: config.read(name).get("title", "") for name in config.experiment_names()}
+    others = {k: v for k, v in config.PARTS.items() if k not in config.COMPRESSORS}
+    sections: dict[str, dict[str, Any]] = {
+        "Experiments": experiments,
+        "Algorithms": config.ALGORITHMS,
+        "Problems": config.PROBLEMS,
+        "Compressors": config.COMPRESSORS,
+        "Switching, schedules": others,
+    }
+    for title, entries in sections.items():
+        table.add_row(f"[bold]{title}[/bold]", "")
+        for name, entry in entries.items():
+            table.add_row(f"  {name}", entry if isinstance(entry, str) else config.summary(entry))
+    out.print(table)
+
+
+@app.command()
+def show(name: Name, set: Set = None) -> None:
+    """Shows the whole configuration of an experiment, defaults filled in."""
+    import tomli_w
+
+    out.print(tomli_w.dumps(_experiment(name, set).resolved), end="", markup=False, soft_wrap=True)
+
+
+@app.command()
+def run(
+    name: Name,
+    set: Set = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed (one run of each variant).")] = None,
+    out_dir: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="A new folder for the results.")
+    ] = None,
+) -> None:
+    """Runs an experiment and writes its folder."""
+    changes = list(set or [])
+    changes += [f"run.rounds={rounds}"] if rounds is not None else []
+    experiment = _experiment(name, changes, seed)
+
+    import fedsolve as fs
+    from fedsolve.folder import new_folder, save
+
+    for problem, algorithm in experiment.cells.values():
+        algorithm.check(problem)
+    folder = new_folder(out_dir, experiment.name)
+    _keep_compiled_programs()
+    runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
+    status, message, code = "finished", "", 0
+    try:
+        for variant, (problem, algorithm) in experiment.cells.items():
+            for each in experiment.seeds:
+                label = f"{variant or experiment.name}, seed {each}"
+                with _Progress(label, experiment.options["rounds"]) as progress:
+                    runs[variant].append(
+                        fs.solve(
+                            problem, algorithm, seed=each, progress=progress, **experiment.options
+                        )
+                    )
+    except (fs.Diverged, fs.Interrupted) as stop:
+        runs[variant].append(stop.run)
+        status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
+        message, code = str(stop), 1 if isinstance(stop, fs.Diverged) else 130
+    save(folder, runs, experiment.resolved, status, message)
+    out.print(_closing_table(runs))
+    out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
+    if code:
+        fail(message, code)
+
+
+def _experiment(name: str, changes: list[str] | None, seed: int | None = None) -> Any:
+    from fedsolve import config
+
+    table = config.read(name)
+    for change in changes or []:
+        table = config.override(table, change)
+    if seed is not None:
+        table.setdefault("run", {}).pop("seeds", None)
+        table["run"]["seed"] = seed
+    return config.resolve(Path(name).stem, table)
+
+
+def _keep_compiled_programs() -> None:
+    """A second run of the same experiment need not compile again."""
+    import jax
+
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fedsolve", "programs")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # no place for a cache: compile every time
+    jax.config.update("jax_compilation_cache_dir", str(home))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+class _Progress:
+    """A line that follows a run: round, objective, constraint, bytes, time left."""
+
+    def __init__(self, label: str, rounds: int):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+        )
+        self._task = self._bar.add_task(label, total=rounds, facts="compiling")
+
+    def __call__(self, history: dict[str, Any], rounds: int) -> None:
+        facts = [f"f {history['objective'][-1]:.4g}"]
+        if "constraint" in history:
+            facts.append(f"g {history['constraint'][-1]:.4g}")
+        total = history["bytes_up_total"][-1] + history["bytes_down_total"][-1]
+        facts.append(_bytes(total))
+        self._bar.update(self._task, completed=int(history["round"][-1]), facts="  ".join(facts))
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _closing_table(runs: dict[str, list[Any]]) -> Table:
+    all_runs = [(variant, run) for variant, group in runs.items() for run in group if run.history]
+    constrained = any("constraint" in run.history for _, run in all_runs)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    if any(variant for variant, _ in all_runs):
+        table.add_column("variant")
+    for column in ("seed", "rounds", "objective", "constraint", "feasible", "up", "down", "time"):
+        if constrained or column not in ("constraint", "feasible"):
+            table.add_column(column, justify="right", no_wrap=True)
+    for variant, run in all_runs:
+        history = run.history
+        row = [variant] if variant else []
+        row += [str(run.seed), str(run.rounds), f"{history['objective'][-1]:.5g}"]
+        if constrained:
+            g, tolerance = history["constraint"], float(getattr(run.algorithm, "tolerance", 0.0))
+            row += [f"{g[-1]:.5g}", f"{100 * (g <= tolerance).mean():.0f} %"]
+        row += [_bytes(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
+        table.add_row(*row, f"{run.seconds:.2f} s")
+    return table
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,205 @@
+"""Experiments as text: TOML to objects and back, with a sentence for everything that does not fit.
+
+A table with a `kind` is an object, its other keys are the object's own fields:
+
+    uplink = { kind = "TopK", fraction = 0.1 }      # or "Identity" where there is nothing to say
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import tomllib
+import typing
+from collections.abc import Callable, Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import fedsolve as fs
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_count
+
+ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
+PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
+COMPRESSORS: dict[str, Callable] = {
+    part.__name__: part
+    for part in (
+        fs.Identity,
+        fs.TopK,
+        fs.RandK,
+        fs.Float16,
+        fs.Float8,
+        fs.Float4,
+        fs.QSGD,
+        fs.Compose,
+    )
+}
+PARTS: dict[str, Callable] = COMPRESSORS | {
+    part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing)
+}
+RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
+SECTIONS = ("title", "problem", "algorithm", "run", "variants")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One problem and algorithm (or several variants of them), ready to run."""
+
+    name: str
+    cells: dict[str, tuple[fs.Problem, fs.Algorithm]]  # by variant; "" if there are none
+    seeds: list[int]
+    options: dict[str, Any]  # for `solve`
+    resolved: dict[str, Any]  # the configuration with every default filled in
+
+
+def experiment_names() -> list[str]:
+    """The experiments that come with the package."""
+    folder = resources.files("fedsolve") / "experiments"
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def read(name: str) -> dict[str, Any]:
+    """The configuration of that name, or in that file."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise InvalidInput(f"There is no file {name}.")
+    else:
+        _known(name, experiment_names(), "experiment")
+        path = resources.files("fedsolve") / "experiments" / f"{name}.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name} is not valid TOML: {error}.") from error
+
+
+def override(config: dict[str, Any], assignment: str) -> dict[str, Any]:
+    """The configuration with `some.key=value` set."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise InvalidInput(f"--set takes key=value, got {assignment!r}.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    return _with(config, key.strip(), value)
+
+
+def resolve(name: str, config: dict[str, Any]) -> Experiment:
+    """Builds what the configuration describes, and says what it comes to."""
+    for key in config:
+        _known(key, SECTIONS, "key", "")
+    run = _table(config, "run", "")
+    for key in run:
+        _known(key, RUN_KEYS, "key", "run.")
+    if "rounds" not in run:
+        raise InvalidInput("run.rounds is missing: say how many rounds to run.")
+    seeds = run.get("seeds", [run.get("seed", 0)])
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
+        raise InvalidInput(f"run.seeds must be a list of whole numbers, got {seeds!r}.")
+    check_count("run.rounds", run["rounds"])
+    variants = _table(config, "variants", "") if "variants" in config else {"": {}}
+    cells, resolved = {}, {k: v for k, v in config.items() if k == "title"}
+    for variant, changes in variants.items():
+        if not isinstance(changes, dict):
+            raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
+        changed = config
+        for key, value in changes.items():
+            changed = _with(changed, key, value)
+        problem, problem_table = _build(_table(changed, "problem", ""), PROBLEMS, "problem")
+        algorithm, algorithm_table = _build(_table(changed, "algorithm", ""), ALGORITHMS, "algorithm")
+        cells[variant] = (problem, algorithm)
+        if not variant or not (resolved.keys() & {"problem"}):
+            resolved |= {"problem": problem_table, "algorithm": algorithm_table}
+    resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
+    if variants.keys() != {""}:
+        resolved["variants"] = variants
+    options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    return Experiment(name, cells, seeds, options, resolved)
+
+
+def summary(thing: Callable) -> str:
+    """The first sentence of a docstring."""
+    text = " ".join((inspect.getdoc(thing) or "").split())
+    return text.partition(". ")[0].rstrip(".") + "."
+
+
+def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> tuple[Any, dict]:
+    """The object that a table describes, and the table with all defaults filled in."""
+    if "kind" not in table:
+        raise InvalidInput(f"{where}.kind is missing: one of {', '.join(registry)}.")
+    kind = str(table["kind"])
+    if registry is PROBLEMS:
+        kind = kind.replace("-", "_")
+    _known(kind, registry, "kind", f"{where}.kind: ")
+    make = registry[kind]
+    fields = inspect.signature(make).parameters
+    for key in table:
+        if key != "kind":
+            _known(key, fields, f"field of {kind}", f"{where}.")
+    hints = typing.get_type_hints(make if inspect.isfunction(make) else make)
+    given, shown = {}, {"kind": kind}
+    for name, field in fields.items():
+        if name not in table:
+            if field.default is inspect.Parameter.empty:
+                raise InvalidInput(f"{where} needs {name} ({kind} has no default for it).")
+            shown[name] = _shown(field.default)
+            continue
+        value = table[name]
+        names_part = isinstance(value, str) and _accepts_parts(hints.get(name))
+        if isinstance(value, dict) or names_part:
+            part = value if isinstance(value, dict) else {"kind": value}
+            value, shown[name] = _build(part, PARTS, f"{where}.{name}")
+        else:
+            shown[name] = value
+        wanted = hints.get(name)
+        if inspect.isclass(wanted) and issubclass(wanted, fs.Compressor | fs.Switching):
+            if not isinstance(value, wanted):
+                raise InvalidInput(f"{where}.{name} must be a {wanted.__name__}, got {value!r}.")
+        given[name] = value
+    try:
+        built = make(**given)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from error
+    return built, {key: value for key, value in shown.items() if value is not None}
+
+
+def _accepts_parts(hint: Any) -> bool:
+    return hint is not None and hint not in (str, int, float, bool)
+
+
+def _shown(value: Any) -> Any:
+    """A default as it would be written in TOML."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _shown(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__} | {k: v for k, v in fields.items() if v is not None}
+    return value
+
+
+def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    if not isinstance(config.get(key), dict):
+        raise InvalidInput(f"The table [{where}{key}] is missing.")
+    return config[key]
+
+
+def _with(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(config)
+    *path, last = key.split(".")
+    table = changed
+    for name in path:
+        if not isinstance(table.setdefault(name, {}), dict):
+            table[name] = {"kind": table[name]} if isinstance(table[name], str) else {}
+        table = table[name]
+    table[last] = value
+    return changed
+
+
+def _known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
+    names = [n for n in names if n]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+        raise InvalidInput(f"{where}{name!r} is not a known {what}; {hint}")

@@ -1,0 +1,91 @@
+"""A run's folder: configuration, versions, history, parameters, picture."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tomli_w
+from safetensors.numpy import save_file
+
+from fedsolve.errors import InvalidInput
+from fedsolve.plots import plot
+from fedsolve.runs import Run, tidy
+
+Runs = Mapping[str, list[Run]]  # by variant
+
+
+def new_folder(wanted: str | None, name: str) -> Path:
+    """An empty folder to write to: the one the user named, or a free one below `runs/`."""
+    if wanted is None:
+        number = 1
+        while (path := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+    else:
+        path = Path(wanted)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InvalidInput(f"{path} exists and is not empty; choose another folder with --out.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "run.json").write_text("{}")
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from error
+    return path
+
+
+def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: str = "") -> None:
+    """Writes everything there is to keep of these runs."""
+    (path / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    facts = {
+        "status": status,
+        "message": message,
+        "rounds": {_name(v, run): run.rounds for v, all in runs.items() for run in all},
+        "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
+        "command": " ".join(["fedsolve", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "devices": [str(device) for device in jax.devices()],
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("fedsolve", "jax", "jaxlib", "equinox", "numpy", "scikit-learn")
+        },
+    }
+    (path / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
+    if not labelled:
+        return
+    tidy([({"variant": v} if v else {}, run) for v, run in labelled]).to_csv(
+        path / "history.csv", index=False
+    )
+    arrays, wide = {}, {}
+    for variant, run in labelled:
+        name = _name(variant, run)
+        arrays |= _named(f"{name}/params", run.params)
+        if run.average is not None:
+            arrays |= _named(f"{name}/average", run.average)
+        wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
+    save_file(arrays, path / "params.safetensors")
+    if wide:
+        save_file(wide, path / "history.safetensors")
+    plot(runs, path / "plot.png")
+
+
+def _name(variant: str, run: Run) -> str:
+    return f"{variant}/seed-{run.seed}".lstrip("/")
+
+
+def _named(prefix: str, tree: Any) -> dict[str, np.ndarray]:
+    """Arrays by the path that leads to them."""
+    return {
+        "/".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]): (
+            np.ascontiguousarray(leaf)
+        )
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }

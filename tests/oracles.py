@@ -1,0 +1,90 @@
+"""Independent NumPy transcriptions, written from the papers and not from our code."""
+
+import numpy as np
+
+
+def top_k(v, fraction):
+    """Top-K: the ceil(fraction·d) entries of largest magnitude."""
+    keep = max(1, int(np.ceil(fraction * v.size - 1e-9)))
+    kept = np.zeros_like(v)
+    largest = np.argsort(-np.abs(v), kind="stable")[:keep]
+    kept[largest] = v[largest]
+    return kept
+
+
+def same(v):
+    return v
+
+
+def hard(z):
+    return 1.0 if z > 0 else 0.0
+
+
+def soft(beta):
+    return lambda z: min(1.0, max(0.0, 1.0 + beta * z))
+
+
+def fedsgm(
+    clients,
+    w0,
+    cohorts,
+    step_size,
+    tolerance,
+    switch,
+    local_steps=1,
+    uplink=same,
+    downlink=same,
+    feedback=True,
+    project=same,
+):
+    """FedSGM, Algorithm 1, line by line. `clients` is a list of (∇f_j, g_j, ∇g_j).
+
+    Returns every w_t (t = 0 … T), the average w̄, and each client's Σ Δ_j, Σ v_j and e_j.
+    """
+    w, x = w0.copy(), w0.copy()
+    residual = [np.zeros_like(w0) for _ in clients]
+    moved = [np.zeros_like(w0) for _ in clients]
+    sent = [np.zeros_like(w0) for _ in clients]
+    path, weights = [w.copy()], []
+    for t, cohort in enumerate(cohorts):
+        eta = step_size(t) if callable(step_size) else step_size
+        estimate = np.mean([clients[j][1](w) for j in cohort])  # lines 3-4
+        sigma = switch(estimate - tolerance)
+        weights.append(1 - sigma)
+        received = []
+        for j in cohort:  # lines 5-28
+            grad_f, _, grad_g = clients[j]
+            local = w.copy()
+            for _ in range(local_steps):
+                local = local - eta * ((1 - sigma) * grad_f(local) + sigma * grad_g(local))
+            delta = (w - local) / eta
+            if feedback:
+                v = uplink(residual[j] + delta)
+                residual[j] = residual[j] + delta - v
+            else:
+                v = uplink(delta)
+            moved[j], sent[j] = moved[j] + delta, sent[j] + v
+            received.append(v)
+        x = project(x - eta * np.mean(received, axis=0))  # lines 29-
+        w = w + downlink(x - w)
+        path.append(w.copy())
+    weights = np.asarray(weights)
+    average = weights @ np.asarray(path[:-1]) / weights.sum() if weights.sum() > 0 else None
+    return np.asarray(path), average, (moved, sent, residual)
+
+
+def sigmoid(z):
+    return np.where(z >= 0, 1 / (1 + np.exp(-np.abs(z))), 1 - 1 / (1 + np.exp(-np.abs(z))))
+
+
+def neyman_pearson_clients(majority, minority):
+    """(∇f_j, g_j, ∇g_j) of the Neyman-Pearson problem, for each client's two classes."""
+
+    def client(a, b):
+        return (
+            lambda w: a.T @ sigmoid(a @ w) / len(a),
+            lambda w: np.mean(np.logaddexp(0, -(b @ w))),
+            lambda w: -b.T @ sigmoid(-(b @ w)) / len(b),
+        )
+
+    return [client(a, b) for a, b in zip(majority, minority, strict=True)]

@@ -1,0 +1,182 @@
+"""What every algorithm must do. A new algorithm is one more line in `ALGORITHMS`."""
+
+import examples
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedsolve as fs
+from fedsolve.federation import State
+from fedsolve.simulation import Simulation
+
+ALGORITHMS = {
+    "FedSGM hard": fs.FedSGM(0.05, 0.1, participants=3, local_steps=2),
+    "FedSGM soft, Top-K both ways": fs.FedSGM(
+        0.05,
+        0.1,
+        fs.Soft(5.0),
+        participants=3,
+        local_steps=2,
+        uplink=fs.TopK(0.4),
+        downlink=fs.TopK(0.4),
+    ),
+    "FedSGM unbiased uplink": fs.FedSGM(0.02, 0.1, uplink=fs.RandK(0.4), participants=3),
+    "FedSGM quantised": fs.FedSGM(
+        0.02, 0.1, participants=3, uplink=fs.Compose(fs.TopK(0.6), fs.Float8()), downlink=fs.Float4()
+    ),
+}
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+
+
+def assert_same(one, other, tolerance=0.0):
+    """The same history and parameters: to the bit, or within a tolerance."""
+    assert one.history.keys() == other.history.keys()
+    for name in one.history:
+        np.testing.assert_allclose(
+            one.history[name], other.history[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@every_algorithm
+def test_a_round_keeps_shapes_and_types(algorithm):
+    problem = examples.least_squares().on_device()
+    state = State.start(problem, algorithm, jax.random.key(0))
+    after, info = Simulation(problem, state).play(algorithm)
+    assert jax.tree.structure(state) == jax.tree.structure(after)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert all(leaf.shape[0] == problem.n for leaf in jax.tree.leaves(state.clients))
+    assert after.w.dtype == jnp.float32
+    assert isinstance(info, dict)
+
+
+@every_algorithm
+def test_same_seed_same_bits_and_another_seed_another_run(algorithm):
+    problem = examples.least_squares()
+    one = fs.solve(problem, algorithm, rounds=30, seed=3)
+    assert_same(one, fs.solve(problem, algorithm, rounds=30, seed=3))
+    other = fs.solve(problem, algorithm, rounds=30, seed=4)
+    assert not np.array_equal(one.history["cohort"], other.history["cohort"])
+    assert not np.array_equal(one.history["objective"], other.history["objective"])
+
+
+@every_algorithm
+def test_all_runtimes_agree(algorithm):
+    problem = examples.least_squares()
+    options = {"rounds": 6, "seed": 1, "precision": "float64"}
+    compiled = fs.solve(problem, algorithm, **options)
+    assert_same(compiled, fs.solve(problem, algorithm, runtime="debug", **options), 1e-10)
+    assert_same(compiled, fs.solve(problem, algorithm, clients_at_once=2, **options), 1e-10)
+
+
+@every_algorithm
+def test_rounds_and_runs_do_not_trace_again(algorithm):
+    traces = []
+
+    def counted(w, data):
+        traces.append(1)
+        return examples.quadratic(w, data)
+
+    base = examples.least_squares()
+    problem = fs.Problem(counted, base.samples.values, np.zeros(5), examples.half_space)
+    fs.solve(problem, algorithm, rounds=1)
+    once = len(traces)
+    assert 0 < once <= 8
+    fs.solve(problem, algorithm, rounds=257, seed=5)
+    fs.solve(problem, fs.sweeping.with_field(algorithm, ["step_size"], 0.011), rounds=3)
+    assert len(traces) == once
+
+
+@every_algorithm
+def test_works_with_one_client(algorithm):
+    alone = fs.sweeping.with_field(algorithm, ["participants"], None)
+    run = fs.solve(examples.least_squares(clients=1), alone, rounds=20)
+    assert np.isfinite(run.history["objective"]).all()
+
+
+@every_algorithm
+def test_survives_missing_replies(algorithm):
+    """A client's state moves if and only if its reply arrived; with none at all, nothing does."""
+
+    def sometimes(round, exchange, clients):
+        return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
+
+    problem = examples.least_squares()
+    run = fs.solve(problem, algorithm, rounds=40, arrivals=sometimes)
+    assert np.isfinite(run.history["objective"]).all()
+    assert run.history["objective"][-1] < run.history["objective"][0]
+    assert run.history["bytes_up_total"][-1] < fs.solve(
+        problem, algorithm, rounds=40
+    ).history["bytes_up_total"][-1]
+
+    silent = fs.solve(
+        problem, algorithm, rounds=5, arrivals=lambda r, e, clients: np.zeros(len(clients), bool)
+    )
+    np.testing.assert_array_equal(silent.params, problem.params)
+    assert silent.history["bytes_up"].sum() == 0
+    for before, after in zip(
+        jax.tree.leaves(State.start(problem.on_device(), algorithm, jax.random.key(0)).clients),
+        jax.tree.leaves(silent.state.clients),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+@every_algorithm
+def test_missing_replies_are_the_same_in_every_runtime(algorithm):
+    def sometimes(round, exchange, clients):
+        return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
+
+    options = {"rounds": 6, "seed": 1, "precision": "float64", "arrivals": sometimes}
+    problem = examples.least_squares()
+    compiled = fs.solve(problem, algorithm, **options)
+    assert_same(compiled, fs.solve(problem, algorithm, runtime="debug", **options), 1e-10)
+
+
+@every_algorithm
+def test_history_is_finite_and_complete(algorithm):
+    history = fs.solve(examples.least_squares(), algorithm, rounds=25).history
+    for name in ("objective", "constraint", "switch", "bytes_up", "bytes_down"):
+        assert history[name].shape == (25,), name
+    for name, values in history.items():
+        assert isinstance(values, np.ndarray)
+        assert len(values) == 25
+        assert np.isfinite(values).all(), name
+    np.testing.assert_array_equal(history["round"], np.arange(1, 26))
+    np.testing.assert_array_equal(np.cumsum(history["bytes_up"]), history["bytes_up_total"])
+    np.testing.assert_array_equal(np.cumsum(history["bytes_down"]), history["bytes_down_total"])
+
+
+@every_algorithm
+def test_a_saved_state_continues_to_the_same_bits(algorithm):
+    problem = examples.least_squares()
+    whole = fs.solve(problem, algorithm, rounds=20, seed=2)
+    half = fs.solve(problem, algorithm, rounds=9, seed=2)
+    leaves, structure = jax.tree.flatten(half.state)
+    saved = [np.array(leaf).tobytes() for leaf in leaves]  # plain bytes: nothing hides in it
+    loaded = structure.unflatten(
+        np.frombuffer(raw, leaf.dtype).reshape(leaf.shape)
+        for raw, leaf in zip(saved, leaves, strict=True)
+    )
+    rest = fs.solve(problem, algorithm, rounds=20, seed=2, resume=loaded)
+    np.testing.assert_array_equal(rest.history["round"], np.arange(10, 21))
+    for name, values in whole.history.items():
+        np.testing.assert_array_equal(rest.history[name], values[9:], err_msg=name)
+    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(rest.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_algorithm
+def test_a_sweep_is_its_runs(algorithm):
+    problem = examples.least_squares()
+    swept = fs.sweep(
+        problem, algorithm, rounds=8, seeds=[1, 2], precision="float64", step_size=[0.02, 0.01]
+    )
+    assert len(swept) == 4
+    for run in swept.runs:
+        alone = fs.sweeping.with_field(algorithm, ["step_size"], run.settings["step_size"])
+        expected = fs.solve(problem, alone, rounds=8, seed=run.seed, precision="float64")
+        assert_same(expected, run, 1e-10)
