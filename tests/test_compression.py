@@ -253,6 +253,15 @@ def test_shape_and_dtype_are_kept_and_zero_is_zero(compressor, dtype, size):
         assert not np.any(dense(compressor, np.zeros(size, dtype)))
 
 
+@over([Float16(), Float8(), Float4(), QSGD(4)])
+def test_bfloat16_is_quantized_too(compressor):
+    v = jnp.asarray(normal(30), jnp.bfloat16)
+    result = dense(compressor, v)
+    assert result.dtype == v.dtype
+    wide = dense(compressor, np.asarray(v, np.float32))
+    np.testing.assert_allclose(np.asarray(result, float), wide, rtol=2**-6)
+
+
 @over(DETERMINISTIC)
 def test_contraction_in_float64_beyond_the_range_of_float32(compressor):
     with jax.enable_x64(True):

@@ -1,14 +1,15 @@
 """What every algorithm must do. A new algorithm is one more line in `ALGORITHMS`."""
 
-import examples
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import examples
 import fedsolve as fs
 from fedsolve.federation import State
 from fedsolve.simulation import Simulation
+from fedsolve.sweeping import with_field
 
 ALGORITHMS = {
     "FedSGM hard": fs.FedSGM(0.05, 0.1, participants=3, local_steps=2),
@@ -23,7 +24,11 @@ ALGORITHMS = {
     ),
     "FedSGM unbiased uplink": fs.FedSGM(0.02, 0.1, uplink=fs.RandK(0.4), participants=3),
     "FedSGM quantised": fs.FedSGM(
-        0.02, 0.1, participants=3, uplink=fs.Compose(fs.TopK(0.6), fs.Float8()), downlink=fs.Float4()
+        0.02,
+        0.1,
+        participants=3,
+        uplink=fs.Compose(fs.TopK(0.6), fs.Float8()),
+        downlink=fs.Float4(),
     ),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
@@ -86,13 +91,13 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
     once = len(traces)
     assert 0 < once <= 8
     fs.solve(problem, algorithm, rounds=257, seed=5)
-    fs.solve(problem, fs.sweeping.with_field(algorithm, ["step_size"], 0.011), rounds=3)
+    fs.solve(problem, with_field(algorithm, ["step_size"], 0.011), rounds=3)
     assert len(traces) == once
 
 
 @every_algorithm
 def test_works_with_one_client(algorithm):
-    alone = fs.sweeping.with_field(algorithm, ["participants"], None)
+    alone = with_field(algorithm, ["participants"], None)
     run = fs.solve(examples.least_squares(clients=1), alone, rounds=20)
     assert np.isfinite(run.history["objective"]).all()
 
@@ -108,9 +113,10 @@ def test_survives_missing_replies(algorithm):
     run = fs.solve(problem, algorithm, rounds=40, arrivals=sometimes)
     assert np.isfinite(run.history["objective"]).all()
     assert run.history["objective"][-1] < run.history["objective"][0]
-    assert run.history["bytes_up_total"][-1] < fs.solve(
-        problem, algorithm, rounds=40
-    ).history["bytes_up_total"][-1]
+    assert (
+        run.history["bytes_up_total"][-1]
+        < fs.solve(problem, algorithm, rounds=40).history["bytes_up_total"][-1]
+    )
 
     silent = fs.solve(
         problem, algorithm, rounds=5, arrivals=lambda r, e, clients: np.zeros(len(clients), bool)
@@ -177,6 +183,6 @@ def test_a_sweep_is_its_runs(algorithm):
     )
     assert len(swept) == 4
     for run in swept.runs:
-        alone = fs.sweeping.with_field(algorithm, ["step_size"], run.settings["step_size"])
+        alone = with_field(algorithm, ["step_size"], run.settings["step_size"])
         expected = fs.solve(problem, alone, rounds=8, seed=run.seed, precision="float64")
         assert_same(expected, run, 1e-10)

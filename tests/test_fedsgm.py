@@ -2,14 +2,14 @@
 
 import cvxpy as cp
 import equinox as eqx
-import examples
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 
+import examples
 import fedsolve as fs
+import oracles
 from fedsolve.federation import State
 from fedsolve.simulation import Simulation
 
@@ -135,7 +135,7 @@ def test_one_client_and_one_step_is_the_switching_gradient_method():
 
 
 def test_one_client_federation_equals_centralized():
-    """Splitting one client's samples evenly over four changes nothing with one step and everyone."""
+    """One client's samples split evenly over four change nothing, with one step and everyone."""
     whole = examples.least_squares(clients=1, samples=8, constrained=False)
     data = whole.samples.values
     split = fs.Problem(
@@ -273,7 +273,7 @@ def test_neyman_pearson_converges_to_the_constrained_optimum(switching):
 
 
 def test_soft_switching_violates_less_than_hard():
-    """The forerunner's claim, on its own task: n = 10, everyone, Rand-K, E = 5, T = 100, ε = 0.1."""
+    """The forerunner's claim on its task: n = 10, everyone, Rand-K, E = 5, T = 100, ε = 0.1."""
     problem = fs.problems.neyman_pearson(clients=10)
 
     def violations(switching, seed):

@@ -44,21 +44,15 @@ def fail(message: str, status: int) -> None:
     sys.exit(status)
 
 
-def version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if version:
         import fedsolve
 
         out.print(f"fedsolve {fedsolve.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command("list")
@@ -110,9 +104,10 @@ def run(
 
     import fedsolve as fs
     from fedsolve.folder import new_folder, save
+    from fedsolve.solving import check_run
 
     for problem, algorithm in experiment.cells.values():
-        algorithm.check(problem)
+        check_run(problem, algorithm, **experiment.options)
     folder = new_folder(out_dir, experiment.name)
     _keep_compiled_programs()
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
@@ -128,7 +123,9 @@ def run(
                         )
                     )
     except (fs.Diverged, fs.Interrupted) as stop:
-        runs[variant].append(stop.run)
+        runs[next(v for v, group in runs.items() if len(group) < len(experiment.seeds))].append(
+            stop.run
+        )
         status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
         message, code = str(stop), 1 if isinstance(stop, fs.Diverged) else 130
     save(folder, runs, experiment.resolved, status, message)
@@ -199,9 +196,9 @@ class _Progress:
 def _closing_table(runs: dict[str, list[Any]]) -> Table:
     all_runs = [(variant, run) for variant, group in runs.items() for run in group if run.history]
     constrained = any("constraint" in run.history for _, run in all_runs)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     if any(variant for variant, _ in all_runs):
-        table.add_column("variant")
+        table.add_column("variant", no_wrap=True)
     for column in ("seed", "rounds", "objective", "constraint", "feasible", "up", "down", "time"):
         if constrained or column not in ("constraint", "feasible"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -217,7 +214,8 @@ def _closing_table(runs: dict[str, list[Any]]) -> Table:
     return table
 
 
-def _bytes(count: float) -> str:
+def _bytes(exact: Any) -> str:
+    count = float(exact)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

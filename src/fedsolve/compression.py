@@ -263,7 +263,9 @@ class RandK(Sparsifier):
 def _normalized(v: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, " d"]]:
     """max|v| and v / max|v|, whose squares neither overflow nor vanish; zero stays zero."""
     peak = jnp.max(jnp.abs(v))
-    return peak, v / jnp.where(peak > 0, peak, 1)
+    # At least float32: a bfloat16 cannot tell 65504 from 65536, which is infinity to a float16.
+    wide = v.astype(jnp.promote_types(v.dtype, jnp.float32))
+    return peak, wide / jnp.where(peak > 0, peak, 1)
 
 
 @functools.cache
@@ -363,7 +365,7 @@ class QSGD(Compressor):
         above = jax.random.bernoulli(_require(key, self), level - below)
         codes = jnp.sign(v) * (below + above)
         narrow = jnp.int8 if self.levels <= 127 else jnp.int16
-        return Scaled(peak * length, codes.astype(narrow), v.size, self)
+        return Scaled((peak * length).astype(v.dtype), codes.astype(narrow), v.size, self)
 
     def decode(self, codes: Int[Array, " n"], dtype: np.dtype) -> Float[Array, " n"]:
         """Numbers in [−1, 1]."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import fedsolve as fs
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count
+from fedsolve.fields import check_count, check_kind
 
 ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
 PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
@@ -58,7 +58,9 @@ class Experiment:
 def experiment_names() -> list[str]:
     """The experiments that come with the package."""
     folder = resources.files("fedsolve") / "experiments"
-    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
 
 
 def read(name: str) -> dict[str, Any]:
@@ -110,7 +112,9 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
         for key, value in changes.items():
             changed = _with(changed, key, value)
         problem, problem_table = _build(_table(changed, "problem", ""), PROBLEMS, "problem")
-        algorithm, algorithm_table = _build(_table(changed, "algorithm", ""), ALGORITHMS, "algorithm")
+        algorithm, algorithm_table = _build(
+            _table(changed, "algorithm", ""), ALGORITHMS, "algorithm"
+        )
         cells[variant] = (problem, algorithm)
         if not variant or not (resolved.keys() & {"problem"}):
             resolved |= {"problem": problem_table, "algorithm": algorithm_table}
@@ -140,8 +144,9 @@ def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> 
     for key in table:
         if key != "kind":
             _known(key, fields, f"field of {kind}", f"{where}.")
-    hints = typing.get_type_hints(make if inspect.isfunction(make) else make)
-    given, shown = {}, {"kind": kind}
+    hints = typing.get_type_hints(make)
+    given: dict[str, Any] = {}
+    shown: dict[str, Any] = {"kind": kind}
     for name, field in fields.items():
         if name not in table:
             if field.default is inspect.Parameter.empty:
@@ -157,8 +162,7 @@ def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> 
             shown[name] = value
         wanted = hints.get(name)
         if inspect.isclass(wanted) and issubclass(wanted, fs.Compressor | fs.Switching):
-            if not isinstance(value, wanted):
-                raise InvalidInput(f"{where}.{name} must be a {wanted.__name__}, got {value!r}.")
+            check_kind(f"{where}.{name}", value, wanted)
         given[name] = value
     try:
         built = make(**given)

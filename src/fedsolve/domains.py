@@ -10,8 +10,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.errors import InvalidInput
+from fedsolve.fields import Scalar, check_positive, scalar
 
 
 class Domain(eqx.Module):
@@ -40,7 +40,7 @@ class Ball(Domain):
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         away = x - self.center
         norm = jnp.linalg.norm(away)
-        return self.center + away * jnp.where(norm > self.radius, self.radius / norm, 1)
+        return away * jnp.where(norm > self.radius, self.radius / norm, 1) + self.center
 
 
 class Box(Domain):
@@ -50,9 +50,9 @@ class Box(Domain):
     upper: Scalar = eqx.field(converter=scalar("upper"))
 
     def __check_init__(self):
-        if isinstance(self.lower, float) and isinstance(self.upper, float):
-            if self.lower > self.upper:
-                raise InvalidInput(f"Box needs lower ≤ upper, got {self.lower} and {self.upper}.")
+        known = isinstance(self.lower, float) and isinstance(self.upper, float)
+        if known and self.lower > self.upper:
+            raise InvalidInput(f"Box needs lower ≤ upper, got {self.lower} and {self.upper}.")
 
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         return jnp.clip(x, self.lower, self.upper)

@@ -1,8 +1,8 @@
-"""What an algorithm's `round` sees: clients that can be asked, and parameters that can be published.
+"""What an algorithm's `round` sees: clients to ask, and parameters to publish.
 
 Two runtimes fill this in: `simulation` runs the cohort as one `vmap` inside a compiled program,
-`debug` one client after the other. Whatever must be the same in both is here: randomness, who counts
-as heard, and what every exchange costs.
+`debug` one client after the other. Whatever must be the same in both is here: randomness, who
+counts as heard, and what every exchange costs.
 
 Randomness is a function of (seed, round, exchange, client), never of order or place.
 """
@@ -30,10 +30,10 @@ Arrivals = Callable[[Any, int, Any], Any]  # round, exchange, clients -> which a
 
 
 class Bytes(eqx.Module):
-    """An exact count in two 32-bit halves, since JAX has no 64-bit integers by default."""
+    """An exact count below 2^48 in two parts, since JAX has no 64-bit integers by default."""
 
-    high: UInt32[Array, "..."]  # in units of 2^16
-    low: UInt32[Array, "..."]
+    high: UInt32[Array, ...]  # in units of 2^16
+    low: UInt32[Array, ...]
 
     @classmethod
     def zero(cls) -> Bytes:
@@ -53,6 +53,12 @@ class Bytes(eqx.Module):
     def __add__(self, other: Bytes) -> Bytes:
         return self._carry(other.high, other.low)
 
+    def minus(self, less: Bytes, at_most: int) -> UInt32[Array, ...]:
+        """The difference, or `at_most` (less than 2^31) where it is more."""
+        high, limit = self.high - less.high, np.uint32(at_most)
+        exact = (high << 16) + self.low - less.low
+        return jnp.where(high > 2**15, limit, jnp.minimum(exact, limit))
+
     def _carry(self, high: Any, low: Any) -> Bytes:
         low = self.low + low
         return Bytes(self.high + high + (low >> 16), low & 0xFFFF)
@@ -70,10 +76,11 @@ class State(eqx.Module):
     w: Float[Array, " d"]  # what every client holds, or will when it is next asked
     server: PyTree
     clients: PyTree  # each client's state, on a leading axis
-    missed: UInt32[Array, " n"]  # bytes of publications that a client lacks
+    published: Bytes  # all publications so far
+    seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
-    fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
+    fault: Int[Array, 3]  # first non-finite value: round, exchange, client; -1 for none
 
     @classmethod
     def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:
@@ -85,7 +92,8 @@ class State(eqx.Module):
             w=w,
             server=algorithm.init(w),
             clients=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), one),
-            missed=jnp.zeros(n, jnp.uint32),
+            published=Bytes.zero(),
+            seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
             down=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
@@ -103,7 +111,7 @@ class Federation:
         self._problem = problem
         self._state = state
         self._states = state.clients
-        self._missed = state.missed
+        self._published, self._seen = state.published, state.seen
         self._fault = state.fault
         self._arrivals = arrivals
         self._key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
@@ -158,9 +166,7 @@ class Federation:
         where that is smaller. That is what the meter counts.
         """
         self.w = jnp.where(when, self.w + packet.dense(), self.w)
-        whole = self.w.size * self.w.dtype.itemsize
-        more = jnp.where(when, np.uint32(min(packet.nbytes, whole)), np.uint32(0))
-        self._missed = jnp.minimum(self._missed + more, np.uint32(whole))
+        self._published = self._published.plus(when, packet.nbytes)
 
     def play(self, algorithm: Any) -> tuple[State, dict[str, Any]]:
         """One round of the algorithm: the state after it, and what to write in the history."""
@@ -174,7 +180,8 @@ class Federation:
             w=self.w,
             server=server,
             clients=self._states,
-            missed=self._missed,
+            published=self._published,
+            seen=self._seen,
             up=before.up + self.up,
             down=before.down + self.down,
             fault=jnp.where(broken, here, self._fault),
@@ -188,9 +195,7 @@ class Federation:
         arrived, and returns the replies stacked on a leading axis."""
         raise NotImplementedError
 
-    def _notice(
-        self, values: PyTree, exchange: int, cohort: Cohort, arrived: Flags
-    ) -> None:
+    def _notice(self, values: PyTree, exchange: int, cohort: Cohort, arrived: Flags) -> None:
         """Remembers the first reply that is not finite."""
         bad = jnp.zeros(len(cohort), bool)
         for leaf in jax.tree.leaves(values):
@@ -212,10 +217,16 @@ class Federation:
         """Counts what went down to everyone asked and what came up from those that answered."""
         self.up = self.up.plus(jnp.sum(arrived), _bytes(values) // len(cohort))
         self.down = self.down.plus(jnp.sum(asked), _bytes(message))
-        lacking = self._missed[cohort]
-        self.down = self.down.plus_all(jnp.where(asked, lacking, np.uint32(0)))
+        seen = jax.tree.map(lambda leaf: leaf[cohort], self._seen)
+        missed = self._published.minus(seen, at_most=self.w.size * self.w.dtype.itemsize)
+        self.down = self.down.plus_all(jnp.where(asked, missed, np.uint32(0)))
         # The server learns that a client is up to date from its answer, not from having asked.
-        self._missed = self._missed.at[cohort].set(jnp.where(arrived, np.uint32(0), lacking))
+        self._seen = jax.tree.map(
+            lambda all, old, new: all.at[cohort].set(jnp.where(arrived, new, old)),
+            self._seen,
+            seen,
+            self._published,
+        )
 
 
 def _bytes(tree: PyTree) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Shaped
 
 from fedsolve.errors import InvalidInput
 
-Scalar = float | Shaped[Array, ""] | Shaped[np.ndarray, ""] | np.generic
+Scalar = float | Shaped[Array, ""] | Shaped[np.ndarray, ""] | np.number
 Schedule = Callable[[Any], Any]  # round (from 0) -> value
 
 
@@ -40,7 +40,7 @@ def scalar(name: str) -> Callable[[Any], Any]:
 def check_positive(name: str, value: Any, zero: bool = False) -> None:
     """Refuses a number that is not positive (or not non-negative); schedules and traced numbers
     cannot be looked at."""
-    if callable(value) or isinstance(value, jax.core.Tracer):
+    if callable(value) or isinstance(value, Tracer):
         return
     numbers = np.asarray(value)
     if not np.all(np.isfinite(numbers) & ((numbers > 0) | (zero & (numbers == 0)))):
@@ -53,3 +53,10 @@ def check_count(name: str, value: Any, most: int | None = None) -> None:
         raise InvalidInput(f"{name} must be a whole number from 1 up, got {value!r}.")
     if most is not None and value > most:
         raise InvalidInput(f"{name} is {value}, but there are only {most} clients.")
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Refuses a part of another kind, such as a compressor's name in place of a compressor."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise InvalidInput(f"{name} must be {article} {kind.__name__}, got {value!r}.")

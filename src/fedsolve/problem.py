@@ -176,9 +176,10 @@ class Client:
 
     def measure(self, w: Float[Array, " d"], key: Any = None) -> PyTree:
         """What the server needs to know from this client about g(w)."""
-        samples, scale = self._look(key), 1
-        if samples is not self._samples:
-            scale = self.size / self._problem.batch_size if self._samples.is_one_set else None
+        samples, batch = self._look(key), self._problem.batch_size
+        scale = 1
+        if batch is not None:
+            scale = self.size / batch if self._samples.is_one_set else None
         return self._constraint.measure(self._problem.layout.unravel(w), samples, scale)
 
     def constraint(

@@ -73,7 +73,9 @@ class Run:
     def __repr__(self) -> str:
         last = {k: v[-1] for k, v in self.history.items() if np.ndim(v) == 1 and len(v)}
         shown = ", ".join(f"{k}={last[k]:.6g}" for k in ("objective", "constraint") if k in last)
-        return f"Run({type(self.algorithm).__name__}, rounds={self.rounds}, seed={self.seed}, {shown})"
+        return (
+            f"Run({type(self.algorithm).__name__}, rounds={self.rounds}, seed={self.seed}, {shown})"
+        )
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Objective and constraint against rounds, as a matplotlib figure; saved if a path is

@@ -62,8 +62,9 @@ class Samples(eqx.Module):
             return leaf[index]
 
         if isinstance(self.mask, dict):
+            counts = {name: _count(mask) for name, mask in self.mask.items()}
             values = {
-                name: jax.tree.map(lambda leaf, n=_count(self.mask[name]): rows(leaf, n), entry)
+                name: jax.tree.map(lambda leaf, name=name: rows(leaf, counts[name]), entry)
                 for name, entry in self.values.items()
             }
         else:
@@ -115,7 +116,9 @@ def stack_clients(clients: Sequence[PyTree]) -> Any:
     if len(structures) > 1:
         raise InvalidInput("Every client's data must have the same structure (the same entries).")
     if isinstance(clients[0], Mapping) and "mask" in clients[0]:
-        raise InvalidInput('stack_clients adds an entry "mask"; the data must not have one already.')
+        raise InvalidInput(
+            'stack_clients adds an entry "mask"; the data must not have one already.'
+        )
     arrays = [jax.tree.map(np.asarray, client) for client in clients]
     for index, client in enumerate(arrays):
         for path, leaf in jax.tree.leaves_with_path(client):

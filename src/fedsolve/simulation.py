@@ -1,7 +1,7 @@
 """The compiled runtime: clients are a leading axis, rounds are a scan, a run is one program.
 
 The program is compiled once for a problem and an algorithm, whatever the number of rounds, the
-seed, or the values of step sizes: it advances a fixed number of *slots*, each of which holds as many
+seed, or the values of step sizes: it advances a fixed number of slots, each of which holds as many
 rounds as it is told and evaluates at its end.
 """
 
@@ -40,9 +40,7 @@ class Simulation(Federation):
         super().__init__(problem, state, arrivals)
         self._at_once = clients_at_once
 
-    def _gather(
-        self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any
-    ) -> PyTree:
+    def _gather(self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any) -> PyTree:
         everyone = isinstance(cohort, np.ndarray) and len(cohort) == self.clients
 
         def take(leaf: Array) -> Array:
@@ -93,22 +91,29 @@ def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> Py
     return lax.map(lambda one: function(*one), operands, batch_size=at_once)
 
 
-def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
-    """f, g over all clients and the metrics at w."""
+def client_values(
+    problem: Problem, w: Float[Array, " d"], at_once: int | None = None
+) -> dict[str, PyTree]:
+    """Each client's objective, and what it would send about the constraint: from all samples."""
     params = problem.layout.unravel(w)
 
-    def look(samples: Samples) -> tuple[Float[Array, ""], PyTree]:
-        measured = None
+    def look(samples: Samples) -> dict[str, PyTree]:
+        found = {"objective": problem.objective(params, samples)}
         if problem.constraint is not None:
-            measured = problem.constraint.measure(params, samples, 1)
-        return problem.objective(params, samples), measured
+            found["constraint"] = problem.constraint.measure(params, samples, 1)
+        return found
 
-    values, measured = map_clients(look, (problem.samples,), at_once)
-    found = {"objective": jnp.mean(values)}
+    return map_clients(look, (problem.samples,), at_once)
+
+
+def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
+    """f and g over all clients, and the metrics, at w."""
+    values = client_values(problem, w, at_once)
+    found = {"objective": jnp.mean(values["objective"])}
     if problem.constraint is not None:
-        found["constraint"], _ = problem.constraint.combine(
-            Replies(measured, jnp.ones(problem.n, bool))
-        )
+        heard = Replies(values["constraint"], np.ones(problem.n, bool))
+        found["constraint"], _ = problem.constraint.combine(heard)
+    params = problem.layout.unravel(w)
     return found | {name: metric(params, problem.test) for name, metric in problem.metrics}
 
 
@@ -116,7 +121,7 @@ def advance(
     problem: Problem,
     algorithm: Algorithm,
     state: State,
-    spans: Int[Array, "slots 2"],
+    spans: Int[Array | np.ndarray, "slots 2"],
     arrivals: Arrivals | None = None,
     at_once: int | None = None,
 ) -> tuple[State, dict[str, Any]]:
@@ -133,7 +138,7 @@ def advance(
     def body(_: Any, carry: tuple) -> tuple:
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
-    def slot(state: State, span: Int[Array, "2"]) -> tuple[State, dict[str, Any]]:
+    def slot(state: State, span: Int[Array, 2]) -> tuple[State, dict[str, Any]]:
         start, stop = span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, stop, body, (state, nothing))
@@ -146,7 +151,7 @@ def advance(
         )
         return state, info | found
 
-    return lax.scan(slot, state, spans)
+    return lax.scan(slot, state, jnp.asarray(spans))
 
 
 compiled_start = eqx.filter_jit(State.start)

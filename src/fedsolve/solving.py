@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +18,16 @@ from fedsolve import debug
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Arrivals, Bytes, State
-from fedsolve.fields import check_count
+from fedsolve.fields import check_count, check_kind
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
-from fedsolve.simulation import SLOTS, Simulation, compiled_advance, compiled_start
+from fedsolve.simulation import (
+    SLOTS,
+    Simulation,
+    client_values,
+    compiled_advance,
+    compiled_start,
+)
 
 Spans = Int[np.ndarray, "_ 2"]  # rounds from start to stop, with an evaluation at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
@@ -49,12 +56,12 @@ def solve(
     - `clients_at_once`: how many clients are computed together; fewer need less memory.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
-    - `progress(history so far, rounds)`: called about twice a second.
+    - `progress(newest entries of the history, rounds)`: called about twice a second.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
     """
-    check_run(problem, algorithm, rounds, evaluate_every, clients_at_once)
+    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
     began = time.perf_counter()
@@ -76,31 +83,41 @@ def solve(
             seconds = time.perf_counter() - began
             return Run.of(problem, algorithm, state, joined(chunks), seed, seconds)
 
+        def name(fault: _Fault, spans: Spans) -> str:
+            if fault.quantity:
+                bad, _ = advance(state, _until(spans, fault.round))
+                what = _whose(placed, bad, fault.quantity)
+            elif fault.exchange >= 0:
+                method = _exchange(placed, tuned, state, fault)
+                what = f"client {fault.client}'s reply to '{method}'"
+            else:
+                what = "w"
+            return f"Round {fault.round}: {what} is not finite; a smaller step may help."
+
         chunks: list[History] = []
+        kept = state, 0  # the last state, and how many chunks led to it: what Ctrl-C leaves
         spans = spans_of(int(state.round), rounds, evaluate_every)
         slots = 1
-        while len(spans):
-            before, chunk_began = state, time.perf_counter()
-            try:
-                state, entries = advance(state, spans[:slots])
-            except KeyboardInterrupt:
-                message = f"Stopped by the user after round {int(before.round)} of {rounds}."
-                raise Interrupted(message, run(before, chunks)) from None
-            good, reason = _first_fault(before, state, entries)
-            if reason:
-                if "{exchange}" in reason:
-                    reason = reason.format(exchange=_exchange_name(placed, tuned, before, state))
-                kept = _until(spans[:slots], good)
-                if len(kept):
-                    before, entries = advance(before, kept)
-                    chunks.append(entries)
-                raise Diverged(reason, run(before, chunks))
-            chunks.append(entries)
-            spans = spans[slots:]
-            seconds = (time.perf_counter() - chunk_began) / slots
-            slots = int(np.clip(SECONDS_A_CHUNK / max(seconds, 1e-9), 1, SLOTS))
-            if progress is not None:
-                progress(joined(chunks), rounds)
+        try:
+            while len(spans):
+                now, chunk_began = spans[:slots], time.perf_counter()
+                after, entries = advance(state, now)
+                if fault := _first_fault(state, after, entries):
+                    if len(good := _until(now, fault.good)):
+                        last, entries = advance(state, good)
+                        raise Diverged(name(fault, now), run(last, [*chunks, entries]))
+                    raise Diverged(name(fault, now), run(state, chunks))
+                chunks.append(entries)
+                state, spans = after, spans[slots:]
+                kept = state, len(chunks)
+                seconds = (time.perf_counter() - chunk_began) / slots
+                slots = int(np.clip(SECONDS_A_CHUNK / max(seconds, 1e-9), 1, SLOTS))
+                if progress is not None:
+                    progress(entries, rounds)
+        except KeyboardInterrupt:
+            state, count = kept
+            message = f"Stopped by the user after round {int(state.round)} of {rounds}."
+            raise Interrupted(message, run(state, chunks[:count])) from None
         return run(state, chunks)
 
 
@@ -108,22 +125,25 @@ def check_run(
     problem: Problem,
     algorithm: Algorithm,
     rounds: int,
-    evaluate_every: int,
-    clients_at_once: int | None,
+    evaluate_every: int = 1,
+    precision: str | None = None,
+    clients_at_once: int | None = None,
 ) -> None:
     """Refuses what cannot be run."""
+    check_kind("problem", problem, Problem)
+    check_kind("algorithm", algorithm, Algorithm)
     check_count("rounds", rounds)
     check_count("evaluate_every", evaluate_every)
     if clients_at_once is not None:
         check_count("clients_at_once", clients_at_once)
+    if precision not in (None, "float32", "float64"):
+        raise InvalidInput(f'precision must be "float32" or "float64", got {precision!r}.')
     algorithm.check(problem)
 
 
 @contextlib.contextmanager
 def precision_of(name: str | None) -> Iterator[Any]:
     """Runs the block in that precision; gives the type for floating-point numbers, if asked for."""
-    if name not in (None, "float32", "float64"):
-        raise InvalidInput(f'precision must be "float32" or "float64", got {name!r}.')
     if name is None:
         yield None
     else:
@@ -138,8 +158,8 @@ def numbers_on_device(algorithm: Algorithm, dtype: Any) -> Algorithm:
 
 def spans_of(first: int, rounds: int, every: int) -> Spans:
     """The spans between evaluations, from round `first` on."""
-    stops = [*range((first // every + 1) * every, rounds, every), rounds]
-    return np.asarray([*zip([first, *stops[:-1]], stops, strict=True)], np.int32)
+    stops = np.append(np.arange((first // every + 1) * every, rounds, every), rounds)
+    return np.stack([np.append(first, stops[:-1]), stops], axis=1).astype(np.int32)
 
 
 def padded(spans: Spans) -> Spans:
@@ -163,23 +183,39 @@ def joined(chunks: list[History]) -> History:
     return {name: np.concatenate([c[name] for c in chunks]) for name in (chunks or [{}])[0]}
 
 
-def _first_fault(before: State, after: State, entries: History) -> tuple[int, str]:
-    """How many rounds were good, and what happened then ("" if nothing did)."""
-    hint = "is not finite; a smaller step may help."
-    round, exchange, client = map(int, after.fault)
-    if round >= 0:
-        what = f"client {client}'s reply to {{exchange}}" if exchange >= 0 else "w"
-        return round, f"Round {round + 1}: {what} {hint}"
+@dataclasses.dataclass(frozen=True)
+class _Fault:
+    """The first value that is not finite: in which round, and what. `good` rounds can be kept."""
+
+    round: int
+    good: int
+    quantity: str = ""
+    exchange: int = -1
+    client: int = -1
+
+
+def _first_fault(before: State, after: State, entries: History) -> _Fault | None:
+    broken, exchange, client = map(int, after.fault)  # the round counts from 0
     good = int(before.round)
     for position, stop in enumerate(entries["round"]):
+        if 0 <= broken < stop:
+            return _Fault(broken + 1, broken, "", exchange, client)
         for quantity in ("objective", "constraint"):
             if quantity in entries and not np.isfinite(entries[quantity][position]):
-                return good, f"Round {stop}: the {quantity} {hint}"
+                return _Fault(int(stop), good, quantity)
         good = int(stop)
-    return good, ""
+    return None
 
 
-def _exchange_name(problem: Problem, algorithm: Algorithm, state: State, after: State) -> str:
+def _whose(problem: Problem, state: State, quantity: str) -> str:
+    """Whose part of the objective or the constraint is not finite."""
+    values = client_values(problem, state.w)[quantity]
+    bad = [~np.isfinite(leaf).reshape(problem.n, -1).all(1) for leaf in jax.tree.leaves(values)]
+    clients = np.flatnonzero(np.any(bad, axis=0))
+    return f"client {clients[0]}'s {quantity}" if len(clients) else f"the {quantity}"
+
+
+def _exchange(problem: Problem, algorithm: Algorithm, state: State, fault: _Fault) -> str:
     """The method behind a faulty exchange: found by tracing a round, as programs keep no names."""
     names: list[str] = []
 
@@ -189,7 +225,7 @@ def _exchange_name(problem: Problem, algorithm: Algorithm, state: State, after: 
         return fed.play(algorithm)[0].w
 
     jax.eval_shape(look, state)
-    return names[int(after.fault[1])]
+    return names[fault.exchange]
 
 
 def _until(spans: Spans, stop: int) -> Spans:
@@ -202,7 +238,9 @@ def _resumed(saved: State, start: State, rounds: int) -> State:
     if _shapes(saved) != _shapes(start):
         raise InvalidInput("The state to resume from belongs to another problem or algorithm.")
     if int(saved.round) >= rounds:
-        raise InvalidInput(f"The state to resume from has done {int(saved.round)} of {rounds} rounds.")
+        raise InvalidInput(
+            f"The state to resume from has done {int(saved.round)} of {rounds} rounds."
+        )
     return jax.tree.map(jnp.asarray, saved)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -17,9 +19,10 @@ from fedsolve.algorithm import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
 from fedsolve.problem import Problem
-from fedsolve.runs import History, Run, Sweep
+from fedsolve.runs import Run, Sweep
 from fedsolve.simulation import SLOTS, advance
 from fedsolve.solving import (
+    Spans,
     check_run,
     joined,
     numbers_on_device,
@@ -57,7 +60,7 @@ def sweep(
     if not cells:
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
-        check_run(problem, changed, rounds, evaluate_every, clients_at_once)
+        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
         placed = problem.on_device(dtype)
@@ -65,25 +68,40 @@ def sweep(
         programs: dict[Any, list[int]] = {}
         for index, each in enumerate(tuned):
             programs.setdefault(jax.tree.structure(each), []).append(index)
-        for members in programs.values():
+
+    def run_group(members: list[int], spans: Spans) -> None:
+        with precision_of(precision):  # JAX keeps it for each thread
             began = time.perf_counter()
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
             state, chunks = _start_all(placed, stacked, keys), []
-            spans = spans_of(0, rounds, evaluate_every)
-            while len(spans):
-                now, spans = spans[:SLOTS], spans[SLOTS:]
+            for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
                 state, entries = _advance_all(placed, stacked, state, padded(now), clients_at_once)
-                chunks.append((now, jax.tree.map(np.asarray, entries)))
-            state = jax.tree.map(np.asarray, state)
+                chunks.append(on_host(entries, now))
+            history, state = joined(chunks), jax.tree.map(np.asarray, state)
             seconds = time.perf_counter() - began
             for row, index in enumerate(members):
                 settings, changed, seed = cells[index]
-                history = joined([on_host(_row(entries, row), now) for now, entries in chunks])
-                runs[index] = Run.of(
-                    problem, changed, _row(state, row), history, seed, seconds, settings
-                )
+                own = {k: v if k == "round" else v[:, row] for k, v in history.items()}
+                last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
+                runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
+
+    spans = spans_of(0, rounds, evaluate_every)
+    with ThreadPoolExecutor() as pool:
+        for members in programs.values():
+            groups = _groups(members)
+            run_group(groups[0], spans[:0])  # compiles, so that the threads need not
+            list(pool.map(lambda group: run_group(group, spans), groups))
     return Sweep([runs[index] for index in range(len(cells))])
+
+
+def _groups(members: list[int]) -> list[list[int]]:
+    """Equal groups, one for each core: one program on a CPU hardly uses more than one. The last
+    member fills up the last group."""
+    cores = 1 if jax.default_backend() != "cpu" else len(os.sched_getaffinity(0))
+    size = -(-len(members) // min(cores, len(members)))
+    filled = members + [members[-1]] * (-len(members) % size)
+    return [filled[i : i + size] for i in range(0, len(filled), size)]
 
 
 @eqx.filter_jit
@@ -100,7 +118,8 @@ def _advance_all(
     def one(algorithm: Algorithm, state: State) -> tuple[State, dict[str, Any]]:
         return advance(problem, algorithm, state, spans, None, at_once)
 
-    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0))(algorithms, state)
+    # Entries have their slots first, as those of a single run do.
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0), out_axes=(0, 1))(algorithms, state)
 
 
 def _combinations(
@@ -126,7 +145,3 @@ def with_field(module: Any, path: Sequence[str], value: Any) -> Any:
     if rest:
         value = with_field(getattr(module, name), rest, value)
     return dataclasses.replace(module, **{name: value})
-
-
-def _row(tree: Any, index: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[index], tree)

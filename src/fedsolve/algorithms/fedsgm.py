@@ -38,7 +38,16 @@ from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Compressor, Identity, Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Cohort, Federation
-from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
+from fedsolve.fields import (
+    Scalar,
+    Schedule,
+    at,
+    check_count,
+    check_kind,
+    check_positive,
+    scalar,
+    static,
+)
 from fedsolve.participation import sample
 from fedsolve.problem import Client, Problem
 from fedsolve.switching import Hard, Switching
@@ -73,6 +82,9 @@ class FedSGM(Algorithm):
     downlink: Compressor = Identity()
 
     def __check_init__(self):
+        check_kind("switching", self.switching, Switching)
+        check_kind("uplink", self.uplink, Compressor)
+        check_kind("downlink", self.downlink, Compressor)
         check_positive("step_size", self.step_size)
         check_positive("tolerance", self.tolerance, zero=True)
         check_count("local_steps", self.local_steps)
@@ -112,7 +124,7 @@ class FedSGM(Algorithm):
         return Server(x, average, weight), {"cohort": cohort} | info
 
     def switch(self, fed: Federation, cohort: Cohort) -> tuple[Any, PyTree, Any, dict[str, Any]]:
-        """σ; what clients must know of the constraint; whether anyone was heard; for the history."""
+        """σ, what clients must know of g, whether anyone was heard, and notes for the history."""
         if fed.constraint is None:
             return jnp.zeros((), fed.w.dtype), None, True, {}
         answers = fed.ask(self.measure, cohort)

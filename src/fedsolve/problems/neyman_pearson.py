@@ -41,9 +41,12 @@ def neyman_pearson(
     from sklearn.model_selection import train_test_split
 
     check_count("clients", clients)
-    inputs, benign = load_breast_cancer(return_X_y=True)
-    inputs, held_out, benign, held_out_benign = train_test_split(
-        inputs, benign == 1, test_size=0.2, random_state=seed, stratify=benign
+    every, is_benign = map(np.asarray, load_breast_cancer(return_X_y=True))
+    inputs, held_out, benign, held_out_benign = map(
+        np.asarray,
+        train_test_split(
+            every, is_benign == 1, test_size=0.2, random_state=seed, stratify=is_benign
+        ),
     )
     center, spread = inputs.mean(axis=0), inputs.std(axis=0)
     inputs, held_out = (inputs - center) / spread, (held_out - center) / spread

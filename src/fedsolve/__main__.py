@@ -1,0 +1,3 @@
+from fedsolve.cli import main
+
+main()
