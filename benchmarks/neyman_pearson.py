@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -38,7 +39,8 @@ ALGORITHM = fs.FedSGM(
 
 def timed(function, times=5):
     """Seconds of the first call, and of the best of some more."""
-    found, result = [], None
+    found: list[float] = []
+    result: Any = None
     for _ in range(times + 1):
         began = time.perf_counter()
         result = function()

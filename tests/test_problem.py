@@ -9,6 +9,7 @@ import examples
 import fedsolve as fs
 from fedsolve.federation import State
 from fedsolve.problem import Client
+from fedsolve.problems.losses import logistic
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
 from fedsolve.simulation import evaluate
@@ -375,3 +376,10 @@ def test_state_is_made_for_every_client():
     problem = examples.least_squares().on_device()
     state = State.start(problem, fs.FedSGM(0.1, uplink=fs.TopK(0.5)), jax.random.key(0))
     assert state.clients.shape == (6, 5)
+
+
+def test_the_logistic_loss_is_exact_far_out_and_at_zero():
+    z = jnp.asarray([-80.0, -20.0, -1.0, 0.0, 1.0, 20.0, 80.0])
+    np.testing.assert_allclose(logistic(z), np.logaddexp(0, np.float64(z)), rtol=1e-6)
+    slopes = jax.vmap(jax.grad(logistic))(z)
+    np.testing.assert_allclose(slopes, 1 / (1 + np.exp(-np.float64(z))), rtol=1e-6)

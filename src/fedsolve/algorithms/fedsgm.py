@@ -161,10 +161,21 @@ class FedSGM(Algorithm):
         return residual + total - packet.dense(), packet
 
     def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
-        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w)."""
-        if client.unconstrained:
+        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w); a gradient of weight 0 is not computed."""
+
+        def objective() -> Vector:
             return client.grad(w, key)
-        return (1 - sigma) * client.grad(w, key) + sigma * client.constraint_grad(w, focus, key)
+
+        def constraint() -> Vector:
+            return client.constraint_grad(w, focus, key)
+
+        def blend() -> Vector:
+            return (1 - sigma) * objective() + sigma * constraint()
+
+        if client.unconstrained:
+            return objective()
+        which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
+        return lax.switch(which, (objective, constraint, blend))
 
 
 def _key(client: Client, step: Any) -> Key[Array, ""]:

@@ -9,7 +9,6 @@ loss on the majority class (benign) as small as possible:
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -18,6 +17,7 @@ from fedsolve.domains import Ball, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem import Problem
+from fedsolve.problems.losses import logistic
 
 Rows = dict[str, Float[Array, "samples 30"]]
 
@@ -74,11 +74,11 @@ def neyman_pearson(
 
 
 def majority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
-    return jnp.mean(jax.nn.softplus(data["majority"] @ w))
+    return jnp.mean(logistic(data["majority"] @ w))
 
 
 def minority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
-    return jnp.mean(jax.nn.softplus(-(data["minority"] @ w)))
+    return jnp.mean(logistic(-(data["minority"] @ w)))
 
 
 def false_alarm(w: Float[Array, " d"], test: Rows) -> Float[Array, ""]:
