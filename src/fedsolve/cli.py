@@ -199,8 +199,8 @@ def _closing_table(runs: dict[str, list[Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     if any(variant for variant, _ in all_runs):
         table.add_column("variant", no_wrap=True)
-    for column in ("seed", "rounds", "objective", "constraint", "feasible", "up", "down", "time"):
-        if constrained or column not in ("constraint", "feasible"):
+    for column in ("seed", "rounds", "f(w)", "g(w)", "feasible", "sent up", "sent down", "time"):
+        if constrained or column not in ("g(w)", "feasible"):
             table.add_column(column, justify="right", no_wrap=True)
     for variant, run in all_runs:
         history = run.history
