@@ -99,15 +99,29 @@ def test_progress_is_told():
         examples.least_squares(),
         fs.FedSGM(0.05, 0.1),
         rounds=230,
-        progress=lambda newest, rounds: seen.append((int(newest["round"][-1]), rounds)),
+        progress=lambda done, rounds, newest: seen.append((done, rounds)),
     )
     assert seen[-1] == (230, 230)
     assert [s for s, _ in seen] == sorted(s for s, _ in seen)
 
 
+def test_progress_is_told_between_evaluations_too():
+    seen = []
+    fs.solve(
+        examples.least_squares(),
+        fs.FedSGM(0.05, 0.1),
+        rounds=10**5,
+        evaluate_every=10**5,
+        progress=lambda done, rounds, newest: seen.append((done, len(newest["round"]))),
+    )
+    assert len(seen) > 2
+    assert seen[-1] == (10**5, 1)
+    assert [entries for _, entries in seen[:-1]] == [0] * (len(seen) - 1)
+
+
 def test_ctrl_c_keeps_what_there_is():
-    def interrupt(newest, rounds):
-        if newest["round"][-1] >= 100:
+    def interrupt(done, rounds, newest):
+        if done >= 100:
             threading.Thread(target=lambda: signal.raise_signal(signal.SIGINT)).start()
 
     with pytest.raises(fs.Interrupted, match="Stopped by the user after round") as stopped:

@@ -177,13 +177,14 @@ class _Progress:
         )
         self._task = self._bar.add_task(label, total=rounds, facts="compiling")
 
-    def __call__(self, history: dict[str, Any], rounds: int) -> None:
-        facts = [f"f {history['objective'][-1]:.4g}"]
-        if "constraint" in history:
-            facts.append(f"g {history['constraint'][-1]:.4g}")
-        total = history["bytes_up_total"][-1] + history["bytes_down_total"][-1]
-        facts.append(_bytes(total))
-        self._bar.update(self._task, completed=int(history["round"][-1]), facts="  ".join(facts))
+    def __call__(self, done: int, rounds: int, newest: dict[str, Any]) -> None:
+        self._bar.update(self._task, completed=done)
+        if len(newest["round"]):
+            facts = [f"f {newest['objective'][-1]:.4g}"]
+            if "constraint" in newest:
+                facts.append(f"g {newest['constraint'][-1]:.4g}")
+            facts.append(_bytes(newest["bytes_up_total"][-1] + newest["bytes_down_total"][-1]))
+            self._bar.update(self._task, facts="  ".join(facts))
 
     def __enter__(self) -> _Progress:
         self._bar.start()

@@ -59,13 +59,13 @@ def advance(
     problem: Problem,
     algorithm: Algorithm,
     state: State,
-    spans: Int[np.ndarray, "slots 2"],
+    spans: Int[np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """As `simulation.advance`, one operation at a time."""
     entries = []
     with jax.disable_jit():
-        for start, stop in spans:
+        for start, stop, _ in spans:
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)

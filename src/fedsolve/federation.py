@@ -80,7 +80,7 @@ class State(eqx.Module):
     seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
-    fault: Int[Array, 3]  # first non-finite value: round, exchange, client; -1 for none
+    fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
 
     @classmethod
     def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:

@@ -121,11 +121,11 @@ def advance(
     problem: Problem,
     algorithm: Algorithm,
     state: State,
-    spans: Int[Array | np.ndarray, "slots 2"],
+    spans: Int[Array | np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
     at_once: int | None = None,
 ) -> tuple[State, dict[str, Any]]:
-    """Span by span, runs rounds from start to stop and evaluates. An empty span does nothing."""
+    """Span by span, runs rounds from start to stop, and evaluates there if told to."""
 
     def step(state: State) -> tuple[State, dict[str, Any]]:
         return Simulation(problem, state, arrivals, at_once).play(algorithm)
@@ -138,13 +138,13 @@ def advance(
     def body(_: Any, carry: tuple) -> tuple:
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
-    def slot(state: State, span: Int[Array, 2]) -> tuple[State, dict[str, Any]]:
-        start, stop = span
+    def slot(state: State, span: Int[Array, "3"]) -> tuple[State, dict[str, Any]]:
+        start, stop, look = span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, stop, body, (state, nothing))
         found_shapes = jax.eval_shape(lambda w: evaluate(problem, w, at_once), state.w)
         found = lax.cond(
-            stop > start,
+            look > 0,
             lambda w: evaluate(problem, w, at_once),
             lambda w: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
             state.w,

@@ -29,7 +29,7 @@ from fedsolve.simulation import (
     compiled_start,
 )
 
-Spans = Int[np.ndarray, "_ 2"]  # rounds from start to stop, with an evaluation at the stop
+Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
 
 
@@ -45,7 +45,7 @@ def solve(
     clients_at_once: int | None = None,
     arrivals: Arrivals | None = None,
     resume: State | None = None,
-    progress: Callable[[History, int], None] | None = None,
+    progress: Callable[[int, int, History], None] | None = None,
 ) -> Run:
     """Runs the algorithm for that many rounds.
 
@@ -56,7 +56,7 @@ def solve(
     - `clients_at_once`: how many clients are computed together; fewer need less memory.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
-    - `progress(newest entries of the history, rounds)`: called about twice a second.
+    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
@@ -97,10 +97,11 @@ def solve(
         chunks: list[History] = []
         kept = state, 0  # the last state, and how many chunks led to it: what Ctrl-C leaves
         spans = spans_of(int(state.round), rounds, evaluate_every)
-        slots = 1
+        budget = 1  # rounds that fit into a chunk
         try:
             while len(spans):
-                now, chunk_began = spans[:slots], time.perf_counter()
+                now, rest = _split(spans, budget)
+                chunk_began = time.perf_counter()
                 after, entries = advance(state, now)
                 if fault := _first_fault(state, after, entries):
                     if len(good := _until(now, fault.good)):
@@ -108,12 +109,12 @@ def solve(
                         raise Diverged(name(fault, now), run(last, [*chunks, entries]))
                     raise Diverged(name(fault, now), run(state, chunks))
                 chunks.append(entries)
-                state, spans = after, spans[slots:]
+                state, spans = after, rest
                 kept = state, len(chunks)
-                seconds = (time.perf_counter() - chunk_began) / slots
-                slots = int(np.clip(SECONDS_A_CHUNK / max(seconds, 1e-9), 1, SLOTS))
+                pace = (now[-1, 1] - now[0, 0]) / max(time.perf_counter() - chunk_began, 1e-9)
+                budget = max(int(SECONDS_A_CHUNK * pace), 1)
                 if progress is not None:
-                    progress(entries, rounds)
+                    progress(int(state.round), rounds, entries)
         except KeyboardInterrupt:
             state, count = kept
             message = f"Stopped by the user after round {int(state.round)} of {rounds}."
@@ -159,22 +160,36 @@ def numbers_on_device(algorithm: Algorithm, dtype: Any) -> Algorithm:
 def spans_of(first: int, rounds: int, every: int) -> Spans:
     """The spans between evaluations, from round `first` on."""
     stops = np.append(np.arange((first // every + 1) * every, rounds, every), rounds)
-    return np.stack([np.append(first, stops[:-1]), stops], axis=1).astype(np.int32)
+    starts = np.append(first, stops[:-1])
+    return np.stack([starts, stops, np.ones_like(stops)], axis=1).astype(np.int32)
 
 
 def padded(spans: Spans) -> Spans:
     """Empty spans up to the number that the program is compiled for."""
-    return np.concatenate([spans, np.zeros((SLOTS - len(spans), 2), np.int32)])
+    return np.concatenate([spans, np.zeros((SLOTS - len(spans), 3), np.int32)])
+
+
+def _split(spans: Spans, budget: int) -> tuple[Spans, Spans]:
+    """As many spans as fit one call and so many rounds, the last one cut short if need be."""
+    last = int(spans[0, 0]) + budget
+    now = spans[: min(SLOTS, 1 + int(np.sum(spans[:-1, 1] < last)))].copy()
+    rest = spans[len(now) :]
+    start, stop, look = now[-1]
+    if stop > last:
+        now[-1] = start, last, 0
+        rest = np.concatenate([np.asarray([[last, stop, look]], np.int32), rest])
+    return now, rest
 
 
 def on_host(entries: dict[str, Any], spans: Spans) -> History:
-    """What the program wrote, as NumPy arrays of one entry for each span."""
-    found: History = {"round": spans[:, 1].astype(np.int64)}
+    """What the program wrote, as NumPy arrays of one entry for each evaluation."""
+    looked = spans[:, 2] > 0
+    found: History = {"round": spans[looked, 1].astype(np.int64)}
     first = [name for name in ("objective", "constraint", "switch") if name in entries]
     for name in dict.fromkeys([*first, *entries]):
         values = entries[name]
         exact = values.exact() if isinstance(values, Bytes) else np.asarray(values)
-        found[name] = exact[: len(spans)]
+        found[name] = exact[: len(spans)][looked]
     return found
 
 
@@ -204,7 +219,7 @@ def _first_fault(before: State, after: State, entries: History) -> _Fault | None
             if quantity in entries and not np.isfinite(entries[quantity][position]):
                 return _Fault(int(stop), good, quantity)
         good = int(stop)
-    return None
+    return _Fault(broken + 1, broken, "", exchange, client) if broken >= 0 else None
 
 
 def _whose(problem: Problem, state: State, quantity: str) -> str:
@@ -229,8 +244,11 @@ def _exchange(problem: Problem, algorithm: Algorithm, state: State, fault: _Faul
 
 
 def _until(spans: Spans, stop: int) -> Spans:
-    """The part of the spans up to a round."""
-    return np.asarray([(a, min(b, stop)) for a, b in spans if a < stop], np.int32).reshape(-1, 2)
+    """The part of the spans up to a round, with an evaluation there."""
+    kept = np.asarray([(a, min(b, stop), c) for a, b, c in spans if a < stop], np.int32)
+    kept = kept.reshape(-1, 3)
+    kept[-1:, 2] = 1
+    return kept
 
 
 def _resumed(saved: State, start: State, rounds: int) -> State:
