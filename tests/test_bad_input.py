@@ -101,7 +101,11 @@ BAD = {
     "no parameters": (lambda: problem(params={}), "params is empty"),
     "whole-number parameters": (
         lambda: problem(params=np.zeros(5, int)),
-        "params must be floating-point",
+        "params is empty: it has no floating-point arrays",
+    ),
+    "whole numbers among the parameters": (
+        lambda: problem(params={"a": np.zeros(5), "b": np.zeros(2, int)}),
+        r"params\['b'\] is int64; parameters are floating-point",
     ),
     "parameters that are not finite": (
         lambda: problem(params=np.full(5, np.inf)),

@@ -1,5 +1,6 @@
 """Problems: structures, ragged clients, minibatches, constraints, domains."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +167,25 @@ def test_parameters_keep_their_structure_and_algorithms_never_see_it():
     round_trip = placed.layout.unravel(placed.start())
     for a, b in zip(jax.tree.leaves(round_trip), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_an_equinox_model_can_be_the_parameters():
+    data = examples.least_squares().samples.values
+    model = eqx.nn.MLP(5, "scalar", 8, 2, activation=jax.nn.tanh, key=jax.random.key(0))
+
+    def loss(model, data):
+        return jnp.mean((jax.vmap(model)(data["inputs"]) - data["targets"]) ** 2)
+
+    problem = fs.Problem(loss, {k: data[k] for k in ("inputs", "targets")}, model)
+    assert problem.size == sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    run = fs.solve(problem, fs.FedSGM(0.02, local_steps=2, uplink=fs.TopK(0.3)), rounds=60)
+    assert run.params.activation is model.activation
+    assert run.history["objective"][-1] < 0.5 * run.history["objective"][0]
+    np.testing.assert_allclose(
+        np.mean([loss(run.params, {k: v[i] for k, v in data.items()}) for i in range(6)]),
+        run.history["objective"][-1],
+        rtol=1e-5,
+    )
 
 
 def test_metrics_are_followed_on_test_data():

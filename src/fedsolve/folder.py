@@ -88,4 +88,5 @@ def _named(prefix: str, tree: Any) -> dict[str, np.ndarray]:
             np.ascontiguousarray(leaf)
         )
         for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, np.ndarray)
     }

@@ -27,25 +27,45 @@ from fedsolve.samples import Samples, as_samples, per_client
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a structure of parameters lies in one flat vector."""
+    """How a structure of parameters lies in one flat vector.
+
+    Floating-point arrays are parameters. Whatever else a model has among its leaves (an activation
+    function, say) has no shape here and is kept as it is.
+    """
 
     structure: Any
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    fixed: tuple[Any, ...]
 
     @classmethod
     def of(cls, params: PyTree) -> Layout:
         leaves, structure = jax.tree.flatten(params)
-        return cls(structure, tuple(np.shape(leaf) for leaf in leaves))
+        shapes = tuple(np.shape(leaf) if is_parameter(leaf) else None for leaf in leaves)
+        fixed = tuple(None if is_parameter(leaf) else leaf for leaf in leaves)
+        return cls(structure, shapes, fixed)
+
+    @property
+    def size(self) -> int:
+        return sum(int(np.prod(shape)) for shape in self.shapes if shape is not None)
 
     def ravel(self, params: PyTree) -> Float[Array, " d"]:
-        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
+        leaves = filter(is_parameter, jax.tree.leaves(params))
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
 
     def unravel(self, w: Float[Array | np.ndarray, " d"]) -> PyTree:
-        ends = np.cumsum([np.prod(shape, dtype=int) for shape in self.shapes])
-        starts = [0, *ends[:-1]]
-        parts = zip(starts, ends, self.shapes, strict=True)
-        leaves = [w[start:end].reshape(shape) for start, end, shape in parts]
+        leaves, start = [], 0
+        for shape, fixed in zip(self.shapes, self.fixed, strict=True):
+            stop = start + (0 if shape is None else int(np.prod(shape)))
+            leaves.append(fixed if shape is None else w[start:stop].reshape(shape))
+            start = stop
         return jax.tree.unflatten(self.structure, leaves)
+
+
+def is_parameter(leaf: Any) -> bool:
+    """Whether a leaf is an array (or a plain number) of floating-point type."""
+    if not (eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.floating | float)):
+        return False
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 class Problem(eqx.Module):
@@ -111,7 +131,7 @@ class Problem(eqx.Module):
     @property
     def size(self) -> int:
         """The number of parameters, d."""
-        return sum(int(np.prod(shape)) for shape in self.layout.shapes)
+        return self.layout.size
 
     def start(self) -> Float[Array, " d"]:
         """The initial parameters as a vector."""
@@ -129,7 +149,7 @@ class Problem(eqx.Module):
 
     def on_device(self, dtype: Any = None) -> Problem:
         """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""
-        return jax.tree.map(lambda leaf: as_device_array(leaf, dtype), self)
+        return as_device_array(self, dtype)
 
 
 class Client:
@@ -206,12 +226,15 @@ class Client:
         return self._samples.draw(self.key if key is None else key, self._problem.batch_size)
 
 
-def as_device_array(leaf: Any, dtype: Any = None) -> Any:
-    """An array for JAX; floating-point ones in `dtype` if given. What is no array stays."""
-    if not (eqx.is_array_like(leaf) and not isinstance(leaf, bool | int)):
-        return leaf
-    is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    return jnp.asarray(leaf, dtype if is_float else None)
+def as_device_array(tree: PyTree, dtype: Any = None) -> PyTree:
+    """Arrays and plain floating-point numbers as JAX arrays, floating ones in `dtype` if given."""
+
+    def place(leaf: Any) -> Any:
+        if is_parameter(leaf):
+            return jnp.asarray(leaf, dtype)
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(place, tree)
 
 
 def _checked(
@@ -223,7 +246,7 @@ def _checked(
     try:
         exact = per_client(name, function, params, samples, sums)
         one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), samples)
-        value = jax.eval_shape(exact, jax.tree.map(jnp.asarray, params), one)
+        value = eqx.filter_eval_shape(exact, as_device_array(params), one)
     except InvalidInput:
         raise
     except Exception as error:
@@ -239,15 +262,15 @@ def _checked(
 
 
 def _check_params(params: PyTree) -> None:
-    leaves = jax.tree.leaves_with_path(params)
-    if not leaves or sum(np.size(leaf) for _, leaf in leaves) == 0:
-        raise InvalidInput("params is empty: there is nothing to optimise.")
-    for path, leaf in leaves:
+    if Layout.of(params).size == 0:
+        raise InvalidInput("params is empty: it has no floating-point arrays to optimise.")
+    for path, leaf in jax.tree.leaves_with_path(params):
         name = "params" + jax.tree_util.keystr(path)
-        if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
-            raise InvalidInput(f"{name} must be floating-point numbers.")
-        if not np.all(np.isfinite(leaf)):
-            raise InvalidInput(f"{name} has a value that is not finite.")
+        if is_parameter(leaf):
+            if not np.all(np.isfinite(np.asarray(leaf))):
+                raise InvalidInput(f"{name} has a value that is not finite.")
+        elif eqx.is_array(leaf) or isinstance(leaf, np.ndarray):
+            raise InvalidInput(f"{name} is {leaf.dtype}; parameters are floating-point numbers.")
 
 
 def _check_clients(samples: Samples) -> None:

@@ -191,7 +191,10 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
     masks = jax.tree.leaves(stacked.mask)
     real = sum(np.sum(np.asarray(mask), axis=1) for mask in masks)
     rng = np.random.default_rng(0)
-    nearby = jax.tree.map(lambda p: jnp.asarray(p) + 0.1 * rng.standard_normal(np.shape(p)), params)
+    nearby = jax.tree.map(
+        lambda p: p if callable(p) else jnp.asarray(p) + 0.1 * rng.standard_normal(np.shape(p)),
+        params,
+    )
     for index in {int(np.argmin(real)), int(np.argmax(real))}:
         one = jax.tree.map(lambda leaf, i=index: jnp.asarray(leaf[i]), stacked)
         if isinstance(one.mask, dict):

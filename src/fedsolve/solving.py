@@ -154,7 +154,7 @@ def precision_of(name: str | None) -> Iterator[Any]:
 
 def numbers_on_device(algorithm: Algorithm, dtype: Any) -> Algorithm:
     """The algorithm with its numbers as arrays: a new value is then no new compilation."""
-    return jax.tree.map(lambda leaf: as_device_array(leaf, dtype), algorithm)
+    return as_device_array(algorithm, dtype)
 
 
 def spans_of(first: int, rounds: int, every: int) -> Spans:

@@ -1,0 +1,57 @@
+"""What the documents show must work as it stands there."""
+
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8
+
+import examples
+import fedsolve as fs
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks("README.md")
+    exec(example, {})
+    shown = capsys.readouterr().out.split()
+    assert 0 < float(shown[0]) < 0.1
+    assert int(shown[2]) == 500 * 10 * (4 + 3 * 4 + 3)
+    assert (tmp_path / "np.png").stat().st_size > 10_000
+
+
+def test_the_contributing_examples_work():
+    names = {"fs": fs, "jnp": jnp, "np": np, "eqx": eqx, "Array": Array}
+    names |= {"Float": Float, "Int8": Int8}
+    for block in blocks("CONTRIBUTING.md"):
+        exec(block, names)
+    problem = names["mean_estimation"]()
+    run = fs.solve(problem, names["GradientDescent"](0.5), rounds=60)
+    expected = problem.samples.values["points"].mean(axis=(0, 1))
+    np.testing.assert_allclose(run.params, expected, atol=1e-5)
+    assert run.history["slope"][-1] < 1e-5
+
+    sign, v = names["Sign"](), jnp.asarray([3.0, -1.0, 2.0])
+    packet = sign(v)
+    np.testing.assert_allclose(packet.dense(), [2, -2, 2])
+    assert packet.nbytes == 4 + 3
+    assert jnp.sum((packet.dense() - v) ** 2) <= (1 - sign.contraction(3)) * jnp.sum(v**2)
+    feedback = fs.FedSGM(0.02, uplink=sign)
+    history = fs.solve(examples.least_squares(constrained=False), feedback, rounds=100).history
+    assert history["objective"][-1] < 0.5 * history["objective"][0]
+
+
+def test_the_first_example_of_the_docs_runs():
+    names = {}
+    exec(blocks("docs/index.md")[0], names)
+    assert names["run"].rounds == 500
+    jax.tree.leaves(names["run"].params)
