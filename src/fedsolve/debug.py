@@ -6,7 +6,6 @@ method named, and a debugger or a `print` works anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxtyping import Int, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import ClientError
-from fedsolve.federation import Arrivals, Cohort, Federation, Flags, State
+from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.simulation import evaluate
 
@@ -24,7 +23,8 @@ from fedsolve.simulation import evaluate
 class Debug(Federation):
     """A federation that asks its clients one after the other."""
 
-    def _gather(self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any) -> PyTree:
+    def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
+        cohort, answer, arrived = question.cohort, question.answer, self._arrived(question)
         replies: list[PyTree] = []
         states, method = self._states, self.exchanges[-1]
         for index, here in zip(np.asarray(cohort), np.asarray(arrived), strict=True):
@@ -44,7 +44,7 @@ class Debug(Federation):
             replies.append(reply)
             states = jax.tree.map(lambda all, one, i=index: all.at[i].set(one), states, moved)
         self._states = states
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *replies)
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *replies), arrived
 
 
 def _check_finite(place: str, reply: PyTree, state: PyTree) -> None:

@@ -100,6 +100,27 @@ class State(eqx.Module):
         )
 
 
+class Question:
+    """One exchange: what is asked of whom, and how a client finds its answer."""
+
+    def __init__(self, fed: Federation, method: Callable, cohort: Cohort, message: Any, when: Any):
+        self.method, self.cohort, self.message, self.when = method, cohort, message, when
+        self.exchange = len(fed.exchanges)
+        self._fed, self._key = fed, jax.random.fold_in(fed._key, self.exchange + 1)
+        size = len(cohort)
+        # Known before the program runs if it is simply everyone: then nothing needs masking.
+        self.asked: Flags = (
+            np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
+        )
+
+    def answer(self, index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
+        """On a client: its next state, and its reply."""
+        fed, own = self._fed, jax.random.fold_in(self._key, index)
+        client = Client(fed._problem, samples, fed.w, fed.round, index, own)
+        message = () if self.message is None else (self.message,)
+        return self.method(client, state, *message)
+
+
 class Federation:
     """The server's view of its clients during one round."""
 
@@ -138,25 +159,11 @@ class Federation:
         `when` is a flag for the exchange, or one for each client: those not wanted are not asked.
         A client's state moves if and only if its reply arrived.
         """
-        exchange = len(self.exchanges)
+        question = Question(self, method, cohort, message, when)
         self.exchanges.append(method.__name__)
-        size = len(cohort)
-        key = jax.random.fold_in(self._key, exchange + 1)
-        # Known before the program runs if it is simply everyone: then nothing needs masking.
-        asked = np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
-        arrived = asked
-        if self._arrivals is not None:
-            arrived = asked & jnp.asarray(self._arrivals(self.round, exchange, cohort))
-        arguments = () if message is None else (message,)
-
-        def answer(index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
-            own = jax.random.fold_in(key, index)
-            client = Client(self._problem, samples, self.w, self.round, index, own)
-            return method(client, state, *arguments)
-
-        values = self._gather(answer, cohort, arrived, when)
-        self._notice(values, exchange, cohort, arrived)
-        self._charge(cohort, asked, arrived, values, message)
+        values, arrived = self._exchange(question)
+        self._notice(values, question.exchange, cohort, arrived)
+        self._charge(cohort, question.asked, arrived, values, message)
         return Replies(values, arrived)
 
     def publish(self, packet: Packet, when: Any = True) -> None:
@@ -190,10 +197,17 @@ class Federation:
         spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
         return state, jax.tree.map(jnp.asarray, info) | spent
 
-    def _gather(self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any):
-        """Runs `answer(index, samples, state)` on the cohort, keeps the states of those that
-        arrived, and returns the replies stacked on a leading axis."""
+    def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
+        """Runs the question on its cohort and moves the states of those that arrived: the replies,
+        stacked on a leading axis, and which of them arrived."""
         raise NotImplementedError
+
+    def _arrived(self, question: Question) -> Flags:
+        """Which answers arrive where nothing can really be lost."""
+        if self._arrivals is None:
+            return question.asked
+        arrived = self._arrivals(self.round, question.exchange, question.cohort)
+        return question.asked & jnp.asarray(arrived)
 
     def _notice(self, values: PyTree, exchange: int, cohort: Cohort, arrived: Flags) -> None:
         """Remembers the first reply that is not finite."""

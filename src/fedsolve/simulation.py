@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int, PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Arrivals, Cohort, Federation, Flags, State
+from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
@@ -40,7 +40,8 @@ class Simulation(Federation):
         super().__init__(problem, state, arrivals)
         self._at_once = clients_at_once
 
-    def _gather(self, answer: Callable, cohort: Cohort, arrived: Flags, when: Any) -> PyTree:
+    def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
+        cohort, when, arrived = question.cohort, question.when, self._arrived(question)
         everyone = isinstance(cohort, np.ndarray) and len(cohort) == self.clients
 
         def take(leaf: Array) -> Array:
@@ -49,7 +50,7 @@ class Simulation(Federation):
         kept: list[bool] = []  # which leaves of the state the method hands back untouched
 
         def watched(index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
-            moved, reply = answer(index, samples, state)
+            moved, reply = question.answer(index, samples, state)
             before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
             kept[:] = [a is b for a, b in zip(before, after, strict=True)]
             return moved, jax.tree.map(jnp.asarray, reply)
@@ -81,7 +82,7 @@ class Simulation(Federation):
         self._states = structure.unflatten(
             o if same else put(o, n) for o, n, same in zip(old, new, kept, strict=True)
         )
-        return values
+        return values, arrived
 
 
 def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> PyTree:
