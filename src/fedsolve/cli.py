@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from fedsolve.errors import InvalidInput
 
 app = typer.Typer(
     name="fedsolve",
@@ -31,8 +34,6 @@ Set = Annotated[
 
 def main() -> None:
     """Runs a command; whatever the user did wrong is one sentence and exit status 2."""
-    from fedsolve.errors import InvalidInput
-
     try:
         app()
     except InvalidInput as error:
@@ -116,7 +117,7 @@ def run(
         for variant, (problem, algorithm) in experiment.cells.items():
             for each in experiment.seeds:
                 label = f"{variant or experiment.name}, seed {each}"
-                with _Progress(label, experiment.options["rounds"]) as progress:
+                with Progress(label, experiment.options["rounds"]) as progress:
                     runs[variant].append(
                         fs.solve(
                             problem, algorithm, seed=each, progress=progress, **experiment.options
@@ -129,10 +130,65 @@ def run(
         status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
         message, code = str(stop), 1 if isinstance(stop, fs.Diverged) else 130
     save(folder, runs, experiment.resolved, status, message)
-    out.print(_closing_table(runs))
+    out.print(closing_table(runs))
     out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)
+
+
+@app.command()
+def deploy(
+    what: Annotated[
+        str,
+        typer.Argument(help="An experiment; or init, server, site, submit, status, stop."),
+    ],
+    target: Annotated[
+        str | None, typer.Argument(help="A federation's TOML, a kit, or an experiment.")
+    ] = None,
+    set: Set = None,
+    local: Annotated[int | None, typer.Option(help="This many sites on this machine.")] = None,
+    data: Annotated[str | None, typer.Option(help="A site's own file (site.toml).")] = None,
+    kit: Annotated[str | None, typer.Option(help="The administrator's kit.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed.")] = None,
+    out_dir: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="A new folder for the results.")
+    ] = None,
+) -> None:
+    """Runs an experiment as a real federation over NVIDIA FLARE."""
+    try:
+        import nvflare  # noqa: F401
+    except ImportError:
+        raise InvalidInput(
+            "Deployment needs NVIDIA FLARE: pip install 'fedsolve[deploy]'."
+        ) from None
+    logging.disable(logging.WARNING)  # FLARE's own chatter
+    from fedsolve.flare import commands
+
+    changes = list(set or [])
+    changes += [f"run.rounds={rounds}"] if rounds is not None else []
+    if what == "init":
+        commands.init(_needed(target, "a federation's TOML file"), out_dir)
+    elif what == "server":
+        commands.server(_needed(target, "the server's kit"))
+    elif what == "site":
+        commands.site(_needed(target, "the site's kit"), _needed(data, "--data site.toml"))
+    elif what == "submit":
+        experiment = _experiment(_needed(target, "an experiment"), changes, seed)
+        commands.submit(experiment, _needed(kit, "--kit, the administrator's kit"))
+    elif what in ("status", "stop"):
+        commands.ask_admin(what, _needed(kit, "--kit, the administrator's kit"))
+    else:
+        sites = _needed(local, "--local N, or one of init, server, site, submit, status, stop")
+        commands.local(_experiment(what, changes, seed), sites, out_dir)
+    sys.stdout.flush()
+    os._exit(0)  # FLARE's sessions leave threads that would keep a finished command waiting
+
+
+def _needed(value: Any, what: str) -> Any:
+    if value is None:
+        raise InvalidInput(f"This needs {what}.")
+    return value
 
 
 def _experiment(name: str, changes: list[str] | None, seed: int | None = None) -> Any:
@@ -160,18 +216,18 @@ def _keep_compiled_programs() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-class _Progress:
+class Progress:
     """A line that follows a run: round, objective, constraint, bytes, time left."""
 
     def __init__(self, label: str, rounds: int):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich import progress
 
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=20),
+            progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+            progress.TextColumn("{task.fields[facts]}", markup=False),
+            progress.TimeRemainingColumn(),
             console=err,
             transient=True,
         )
@@ -183,10 +239,13 @@ class _Progress:
             facts = [f"f {newest['objective'][-1]:.4g}"]
             if "constraint" in newest:
                 facts.append(f"g {newest['constraint'][-1]:.4g}")
-            facts.append(_bytes(newest["bytes_up_total"][-1] + newest["bytes_down_total"][-1]))
+            facts.append(size_text(newest["bytes_up_total"][-1] + newest["bytes_down_total"][-1]))
             self._bar.update(self._task, facts="  ".join(facts))
 
-    def __enter__(self) -> _Progress:
+    def say(self, done: int | None, facts: str) -> None:
+        self._bar.update(self._task, completed=done, facts=facts)
+
+    def __enter__(self) -> Progress:
         self._bar.start()
         return self
 
@@ -194,7 +253,7 @@ class _Progress:
         self._bar.stop()
 
 
-def _closing_table(runs: dict[str, list[Any]]) -> Table:
+def closing_table(runs: dict[str, list[Any]]) -> Table:
     all_runs = [(variant, run) for variant, group in runs.items() for run in group if run.history]
     constrained = any("constraint" in run.history for _, run in all_runs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -210,12 +269,12 @@ def _closing_table(runs: dict[str, list[Any]]) -> Table:
         if constrained:
             g, tolerance = history["constraint"], float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{g[-1]:.5g}", f"{100 * (g <= tolerance).mean():.0f} %"]
-        row += [_bytes(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
+        row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table
 
 
-def _bytes(exact: Any) -> str:
+def size_text(exact: Any) -> str:
     count = float(exact)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":

@@ -91,6 +91,7 @@ class Problem(eqx.Module):
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
+    given: tuple[Callable, Constraint | Callable | None]  # objective and constraint as written
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class Problem(eqx.Module):
         _check_params(params)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        exact = _checked("objective", objective, params, samples)
-        self.objective = exact
+        self.objective = _checked("objective", objective, params, samples)
+        self.given = objective, constraint
         self.samples = samples
         self.params = params
         self.constraint = None
@@ -146,6 +147,12 @@ class Problem(eqx.Module):
     def value(self, w: Float[Array, " d"], samples: Samples) -> Float[Array, ""]:
         """f_j(w) on those samples."""
         return self.objective(self.layout.unravel(w), samples)
+
+    def with_clients(self, clients: PyTree) -> Problem:
+        """The same problem over other clients."""
+        objective, constraint = self.given
+        options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
+        return Problem(objective, clients, self.params, constraint, self.domain, **options)
 
     def on_device(self, dtype: Any = None) -> Problem:
         """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""

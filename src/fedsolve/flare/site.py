@@ -1,0 +1,299 @@
+"""A site: some of the clients, their data and their states, behind one question at a time.
+
+Exactly once. A client's state moves if and only if the server used its reply. So an answer is on
+disk, with the state that would follow it, before it is given; the base state is what the server is
+known to have used. Every question says which answers of its round were used, and which of the last
+round in which this site was heard; the site keeps those and takes back the rest. The same question
+gets the same bytes again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.federation import Question
+from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
+from fedsolve.problem import Problem
+from fedsolve.samples import Samples
+from fedsolve.simulation import client_values
+from fedsolve.solving import numbers_on_device, precision_of
+
+START = "start"  # the name of w before anything was published
+
+
+def write(path: Path, data: bytes) -> None:
+    """Atomically: whoever is killed here leaves the old file or the new one."""
+    temporary = path.with_suffix(".new")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Share:
+    """A site's clients. `answer(bytes) -> bytes` is all that the network sees of it."""
+
+    def __init__(
+        self,
+        home: Path,
+        problem: Problem,
+        algorithm: Algorithm,
+        seed: int,
+        precision: str | None = None,
+    ):
+        self._lock = threading.Lock()
+        self._home, self._precision = home, precision
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with precision_of(precision) as dtype:
+            self._problem = problem.on_device(dtype)
+            self._algorithm = numbers_on_device(algorithm, dtype)
+            self._protocol = protocol(self._problem, self._algorithm)
+            self._seed = jax.random.key_data(jax.random.key(seed))
+            w = self._problem.start()
+            one = self._algorithm.init_client(w)
+        self._count = problem.n
+        self._states = jax.tree.map(lambda x: np.tile(x, (self._count, *[1] * np.ndim(x))), one)
+        self._w, self._w_name = np.asarray(w), START
+        self._settled, self._round = -1, -1
+        self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
+        self._most = size_of((self._protocol.w, [e.message for e in self._protocol.exchanges]))
+        self._most += size_of(self._protocol.w) + 4 * max(
+            map(size_of, self._protocol.packets), default=0
+        )
+        self._load()
+
+    def answer(self, data: bytes) -> bytes:
+        """The answer to a question; one that cannot be answered gets its reason."""
+        with self._lock, precision_of(self._precision):
+            try:
+                head, arrays = decode(data, self._most)
+                kind = head.get("kind")
+                if kind == "hello":
+                    return encode({"status": "ok", "clients": self._count}, {})
+                if kind not in ("ask", "evaluate"):
+                    raise Refused(f"no such kind of question: {str(kind)[:40]}")
+                if not self._catch_up(head, arrays):
+                    return encode({"status": "behind"}, {})
+                if kind == "evaluate":
+                    values = _evaluate(self._problem, jnp.asarray(self._w))
+                    return encode({"status": "ok"}, {"values": values})
+                return self._ask(head, arrays)
+            except Refused as refused:
+                return encode({"status": "refused", "reason": str(refused)}, {})
+
+    def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+        round, number = _whole(head, "round"), _whole(head, "exchange")
+        if number >= len(self._protocol.exchanges):
+            raise Refused(f"there is no exchange {number} in a round")
+        exchange = self._protocol.exchanges[number]
+        if head.get("method") != exchange.method:
+            raise Refused(f"exchange {number} is {exchange.method!r}")
+        first = _whole(head, "first")
+        clients = np.asarray(_numbers(head.get("clients"), 2**31), np.int64)
+        local = clients - first
+        if not len(local) or local.min() < 0 or local.max() >= self._count:
+            raise Refused("it asks for clients that are not here")
+        message = take(arrays, "message", exchange.message)
+        nothing_left(arrays)
+        used = _numbers(head.get("used"), number)
+        self._settle(round, head.get("settled"))
+        digest = hashlib.sha256(
+            json.dumps([round, number, clients.tolist(), used, self._w_name]).encode()
+            + encode({}, {"message": message})
+        ).hexdigest()
+        known = self._log.get(number)
+        if known is None or known.digest != digest:
+            states = self._before(number, used)
+            rows = jax.tree.map(lambda leaf: leaf[local], states)
+            moved, reply = self._compute(number, round, clients, local, rows, message)
+            known = _Entry(
+                digest, local, moved, encode({"status": "ok", "id": digest}, {"reply": reply})
+            )
+            for later in [n for n in self._log if n >= number]:
+                self._forget(later)
+            self._round = round
+            self._keep(number, known)
+        return known.reply
+
+    def _compute(
+        self, number: int, round: int, clients: Any, local: Any, rows: PyTree, message: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """The method on those clients, mapped; padded to few different sizes, as each compiles."""
+        size = len(local)
+        padded = min(1 << (size - 1).bit_length(), self._count)
+        index = np.append(np.arange(size), np.zeros(padded - size, int))
+        samples = jax.tree.map(lambda leaf: leaf[local[index]], self._problem.samples)
+        rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), rows)
+        moved, reply = _run(
+            self._problem_without_samples(),
+            self._algorithm,
+            number,
+            self._protocol.exchanges[number].method,
+            jnp.asarray(self._w),
+            jnp.int32(round),
+            self._seed,
+            jnp.asarray(clients[index], jnp.int32),
+            samples,
+            rows,
+            jax.tree.map(jnp.asarray, message),
+        )
+        return jax.tree.map(lambda leaf: np.asarray(leaf[:size]), (moved, reply))
+
+    def _problem_without_samples(self) -> Problem:
+        return eqx.tree_at(lambda p: p.samples, self._problem, None)
+
+    def _catch_up(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        """Brings w to where the server says it is; False if what was sent does not lead there."""
+        news = head.get("w")
+        if not isinstance(news, dict) or not isinstance(want := news.get("want"), str):
+            raise Refused("it does not say what w is")
+        kinds = _numbers(news.get("packets", []), len(self._protocol.packets))
+        names = news.get("from", [])
+        if not isinstance(names, list) or len(names) != len(kinds):
+            raise Refused("it does not say what its packets follow")
+        w, here = self._w, self._w_name
+        if news.get("whole") is True:
+            w, here = np.asarray(take(arrays, "w", self._protocol.w)), want
+        for position, (kind, name) in enumerate(zip(kinds, names, strict=True)):
+            packet = take(arrays, f"packet{position}", self._protocol.packets[kind])
+            if here not in (want, None) and here == name:
+                w = np.asarray(jnp.asarray(w) + jax.tree.map(jnp.asarray, packet).dense())
+                here = [*names, want][position + 1]
+        if here != want:
+            return False
+        if here != self._w_name:
+            self._w, self._w_name = w, here
+            write(self._home / "w.safetensors", encode({"name": here}, {"w": w}))
+        return True
+
+    def _settle(self, round: int, settled: Any) -> None:
+        """Keeps what the server used of the last round in which this site was heard."""
+        if not isinstance(settled, list) or len(settled) != 2 or type(settled[0]) is not int:
+            raise Refused("it does not say what is settled")
+        last, used = settled[0], _numbers(settled[1], len(self._protocol.exchanges))
+        if self._round == round:
+            return  # asked again, or the next exchange: nothing of this round is settled yet
+        if last > self._settled:
+            if self._round != last or any(number not in self._log for number in used):
+                raise Refused(f"this site has lost its answers of round {last}")
+            self._states = self._before(len(self._protocol.exchanges), used)
+            self._settled = last
+            self._save()
+        for number in list(self._log):
+            self._forget(number)
+
+    def _before(self, number: int, used: list[int]) -> PyTree:
+        """The clients' states before an exchange: the base, and what was used of this round."""
+        states = self._states
+        for earlier in sorted(used):
+            if earlier < number and earlier in self._log:
+                entry = self._log[earlier]
+                put = functools.partial(_put, entry.local)
+                states = jax.tree.map(put, states, entry.rows)
+        return states
+
+    # On disk
+
+    def _save(self) -> None:
+        head = {"settled": self._settled}
+        write(self._home / "base.safetensors", encode(head, {"states": self._states}))
+
+    def _keep(self, number: int, entry: _Entry) -> None:
+        head = {"round": self._round, "digest": entry.digest, "local": entry.local.tolist()}
+        reply = np.frombuffer(entry.reply, np.uint8)
+        path = self._home / f"answer-{number}.safetensors"
+        write(path, encode(head, {"rows": entry.rows, "reply": reply}))
+        self._log[number] = entry
+
+    def _forget(self, number: int) -> None:
+        (self._home / f"answer-{number}.safetensors").unlink(missing_ok=True)
+        self._log.pop(number, None)
+
+    def _load(self) -> None:
+        most = 2**40  # what this machine wrote itself may be of any size
+        if (path := self._home / "base.safetensors").exists():
+            head, arrays = decode(path.read_bytes(), most)
+            self._settled = head["settled"]
+            self._states = take(arrays, "states", self._protocol.client, rows=self._count)
+        if (path := self._home / "w.safetensors").exists():
+            head, arrays = decode(path.read_bytes(), most)
+            self._w, self._w_name = np.asarray(take(arrays, "w", self._protocol.w)), head["name"]
+        for path in sorted(self._home.glob("answer-*.safetensors")):
+            head, arrays = decode(path.read_bytes(), most)
+            local = np.asarray(head["local"], np.int64)
+            rows = take(arrays, "rows", self._protocol.client, rows=len(local))
+            reply = arrays["reply.0"].tobytes()
+            if head["round"] > self._settled:
+                self._round = head["round"]
+                number = int(path.stem.removeprefix("answer-"))
+                self._log[number] = _Entry(head["digest"], local, rows, reply)
+
+
+class _Entry(types.SimpleNamespace):
+    """An answer that was given, and the states that follow if it is used."""
+
+    def __init__(self, digest: str, local: Any, rows: PyTree, reply: bytes):
+        super().__init__(digest=digest, local=local, rows=rows, reply=reply)
+
+
+@eqx.filter_jit
+def _run(
+    problem: Problem,
+    algorithm: Algorithm,
+    number: int,
+    method: str,
+    w: Any,
+    round: Any,
+    seed: Any,
+    clients: Any,
+    samples: Samples,
+    rows: PyTree,
+    message: PyTree,
+) -> tuple[PyTree, PyTree]:
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
+    fed = types.SimpleNamespace(
+        _problem=problem, w=w, round=round, _key=key, exchanges=[None] * number
+    )
+    nobody = np.arange(0)
+    question = Question(fed, getattr(algorithm, method), nobody, message, True)  # pyright: ignore[reportArgumentType]
+    moved, reply = jax.vmap(question.answer)(clients, samples, rows)
+    return moved, jax.tree.map(jnp.asarray, reply)
+
+
+@eqx.filter_jit
+def _evaluate(problem: Problem, w: Any) -> dict[str, PyTree]:
+    return client_values(problem, w)
+
+
+def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:
+    changed = np.array(all)
+    changed[where] = new
+    return changed
+
+
+def _whole(head: dict[str, Any], name: str) -> int:
+    value = head.get(name)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise Refused(f"its {name} is no whole number")
+    return value
+
+
+def _numbers(values: Any, below: int) -> list[int]:
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < below for v in values):
+        raise Refused("it has a list that is none of its numbers")
+    return values

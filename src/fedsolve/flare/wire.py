@@ -1,0 +1,149 @@
+"""What crosses the network: a short JSON head and arrays, as safetensors. No pickle, no code.
+
+A receiver knows beforehand what the arrays must be: both ends have the algorithm, so both can trace
+a round and see every message and reply of it (`protocol`). Whatever differs from that is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.compression import Packet
+from fedsolve.federation import Flags, Question, State
+from fedsolve.problem import Problem
+from fedsolve.simulation import Simulation
+
+HEAD = 2**20  # bytes allowed for the head and the arrays' names
+
+
+class Refused(Exception):
+    """Bytes that are not what was expected; the message says why."""
+
+
+def encode(head: dict[str, Any], arrays: dict[str, PyTree]) -> bytes:
+    """The head, and trees of arrays by name."""
+    flat = {
+        f"{name}.{number}": _plain(np.asarray(leaf))
+        for name, tree in arrays.items()
+        for number, leaf in enumerate(jax.tree.leaves(tree))
+    }
+    return save(flat, metadata={"head": json.dumps(head)})
+
+
+def decode(data: Any, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The head and the flat arrays of bytes that hold at most so many bytes of arrays."""
+    if not isinstance(data, bytes):
+        raise Refused(f"not bytes but {type(data).__name__}")
+    if len(data) > most + HEAD:
+        raise Refused(f"{len(data)} bytes, where at most {most + HEAD} can be right")
+    if len(data) < 8 or (size := int.from_bytes(data[:8], "little")) > min(HEAD, len(data) - 8):
+        raise Refused("not safetensors")
+    try:
+        head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
+        arrays = load(data)
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise Refused(f"not safetensors with a head ({type(error).__name__})") from None
+    if not isinstance(head, dict):
+        raise Refused("its head is not a table")
+    return head, arrays
+
+
+def take(
+    arrays: dict[str, np.ndarray], name: str, template: PyTree, rows: int | None = None
+) -> Any:
+    """The tree of that name, if it is exactly what the template says (with so many rows in front),
+    and finite."""
+    leaves, structure = jax.tree.flatten(template)
+    found = []
+    for number, leaf in enumerate(leaves):
+        key = f"{name}.{number}"
+        if key not in arrays:
+            raise Refused(f"{key} is missing")
+        shape = leaf.shape if rows is None else (rows, *leaf.shape)
+        dtype, array = np.dtype(leaf.dtype), arrays.pop(key)
+        if array.shape != shape or array.dtype != _plain_type(dtype):
+            raise Refused(f"{key} is {array.dtype}{array.shape}, not {dtype}{shape}")
+        array = array.view(dtype)
+        if jnp.issubdtype(dtype, jnp.floating) and not np.isfinite(array).all():
+            raise Refused(f"{key} is not finite")
+        found.append(array)
+    return jax.tree.unflatten(structure, found)
+
+
+def nothing_left(arrays: dict[str, np.ndarray]) -> None:
+    """Refuses arrays that nobody took."""
+    if arrays:
+        raise Refused(f"it has arrays that do not belong: {', '.join(sorted(arrays))[:100]}")
+
+
+def size_of(template: PyTree) -> int:
+    """Bytes of a tree's arrays."""
+    return sum(
+        int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(template)
+    )
+
+
+def _plain_type(dtype: np.dtype) -> np.dtype:
+    """Small floats travel as whole numbers of their width, which every reader knows."""
+    return dtype if dtype.kind in "biuf" and dtype.isbuiltin else np.dtype(f"u{dtype.itemsize}")
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, order="C").view(_plain_type(array.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One exchange of a round: the method, and what one client is sent and sends back."""
+
+    method: str
+    message: PyTree
+    reply: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """Everything that a round can send: its exchanges, its publications, a client's state."""
+
+    exchanges: tuple[Exchange, ...]
+    packets: tuple[Packet, ...]
+    client: PyTree
+    w: Any
+
+
+def protocol(problem: Problem, algorithm: Algorithm) -> Protocol:
+    """Found by tracing one round, as its program would be compiled."""
+    exchanges: list[Exchange] = []
+    packets: list[Any] = []
+
+    def shapes(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+    class Listening(Simulation):
+        def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
+            values, arrived = super()._exchange(question)
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), values)
+            exchanges.append(Exchange(self.exchanges[-1], shapes(question.message), one))
+            return values, arrived
+
+        def publish(self, packet: Packet, when: Any = True) -> None:
+            packets.append(shapes(packet))
+            super().publish(packet, when)
+
+    def look(words: Any) -> Any:
+        state = State.start(problem, algorithm, jax.random.wrap_key_data(words))
+        Listening(problem, state).play(algorithm)
+        return state.w, algorithm.init_client(state.w)
+
+    w, client = jax.eval_shape(look, jax.random.key_data(jax.random.key(0)))
+    return Protocol(tuple(exchanges), tuple(packets), client, w)

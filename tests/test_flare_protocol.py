@@ -1,0 +1,176 @@
+"""The protocol between server and sites, without a network: every loss that a network can cause."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import examples
+import fedsolve as fs
+from fedsolve.flare.server import Link, serve
+from fedsolve.flare.site import Share
+from fedsolve.solving import numbers_on_device, precision_of
+from test_conformance import ALGORITHMS
+
+SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}
+
+
+def part(problem, first, count):
+    data = {k: v[first : first + count] for k, v in problem.samples.values.items()}
+    return fs.Problem(examples.quadratic, data, problem.params, examples.half_space)
+
+
+class Wires:
+    """Sites in this process; `lose(site, message number)` says what happens to a message."""
+
+    def __init__(self, problem, algorithm, home, seed=0, precision="float64"):
+        self.problem, self.algorithm, self.home = problem, algorithm, home
+        self.seed, self.precision = seed, precision
+        self.shares, self.count, self.lose = {}, 0, lambda site, number: ""
+        for site in SITES:
+            self.start(site)
+
+    def start(self, site):
+        """A site (again), with nothing but its disk."""
+        self.shares[site] = Share(
+            self.home / site,
+            part(self.problem, *SITES[site]),
+            self.algorithm,
+            self.seed,
+            self.precision,
+        )
+
+    def __call__(self, messages):
+        found = {}
+        for site, data in messages.items():
+            self.count += 1
+            fate = self.lose(site, self.count)
+            if fate == "question lost":
+                found[site] = TimeoutError("time-out")
+                continue
+            reply = self.shares[site].answer(data)
+            if fate == "question repeated":
+                assert self.shares[site].answer(data) == reply
+            if fate == "site killed":
+                self.start(site)
+            found[site] = (
+                TimeoutError("time-out") if fate in ("reply lost", "site killed") else reply
+            )
+        return found
+
+
+def deploy(problem, algorithm, wires, home, rounds, seed=0, precision="float64", log=None):
+    with precision_of(precision) as dtype:
+        link = Link(
+            wires,
+            problem.on_device(dtype),
+            numbers_on_device(algorithm, dtype),
+            (log if log is not None else []).append,
+        )
+    link.hello(list(SITES))
+    home.mkdir(exist_ok=True)
+    run = serve(link, problem, algorithm, rounds, seed, home, precision=precision)
+    return run, link
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+def test_a_deployment_is_the_simulation(algorithm, tmp_path):
+    problem = examples.least_squares()
+    wires = Wires(problem, algorithm, tmp_path)
+    run, link = deploy(problem, algorithm, wires, tmp_path / "server", 20)
+    expected = fs.solve(problem, algorithm, rounds=20, precision="float64")
+    np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
+    assert run.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        exact = "bytes" in name or name in ("round", "cohort")
+        np.testing.assert_allclose(
+            run.history[name], values, atol=0 if exact else 1e-10, err_msg=name
+        )
+    states = jax.tree.map(
+        lambda *leaves: np.concatenate(leaves), *[settled(wires.shares[s], link, s) for s in SITES]
+    )
+    for a, b in zip(jax.tree.leaves(states), jax.tree.leaves(expected.state.clients), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-10)
+
+
+def settled(share, link, site):
+    """A site's states with the answers that the server used and has not yet told it of."""
+    last, used = link.settled.get(site, (-1, []))
+    return share._before(99, used if share._round == last else [])
+
+
+class Crash(Exception):
+    """The server's machine goes down."""
+
+
+class Recording(Link):
+    """A link that remembers whose replies were used."""
+
+    heard: dict
+
+    def ask(self, round, number, clients, message, w):
+        for later in (number, number + 1):  # of an attempt that the server did not survive
+            self.heard.pop((round, later), None)
+        found = super().ask(round, number, clients, message, w)
+        self.heard[round, number] = set(found)
+        return found
+
+
+def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
+    """200 rounds in which questions and replies are lost, questions repeated, sites killed after
+    computing, and the server killed anywhere: the run is a simulation with the same arrivals."""
+    problem = examples.least_squares()
+    algorithm = ALGORITHMS["FedSGM soft, Top-K both ways"]
+    wires = Wires(problem, algorithm, tmp_path)
+    rng = np.random.default_rng(0)
+    fates = ["question lost", "reply lost", "question repeated", "site killed", "server killed"]
+    seen = dict.fromkeys(fates, 0)
+
+    def lose(site, number):
+        fate = rng.choice(["", *fates], p=[0.7, 0.07, 0.07, 0.06, 0.05, 0.05])
+        seen[fate] = seen.get(fate, 0) + 1
+        if fate == "server killed":
+            raise Crash
+        return fate
+
+    heard, restarts, run = {}, 0, None
+    (tmp_path / "server").mkdir()
+    while run is None:
+        with precision_of("float64") as dtype:
+            link = Recording(
+                wires, problem.on_device(dtype), numbers_on_device(algorithm, dtype), [].append
+            )
+        link.heard = heard
+        wires.lose = lambda site, number: ""
+        link.hello(list(SITES))
+        wires.lose = lose
+        try:
+            run = serve(
+                link,
+                problem,
+                algorithm,
+                200,
+                0,
+                tmp_path / "server",
+                precision="float64",
+                evaluate_every=200,
+            )
+        except Crash:
+            restarts += 1
+    assert min(seen[fate] for fate in fates) > 20
+    assert restarts > 20
+
+    pattern = np.zeros((200, 2, 6), bool)
+    for (round, number), clients in heard.items():
+        pattern[round, number, list(clients)] = True
+    assert 0.5 < pattern[:, 1].sum() / (200 * 3) < 0.95
+
+    def arrivals(round, exchange, clients):
+        return jnp.asarray(pattern)[round, exchange][jnp.asarray(clients)]
+
+    expected = fs.solve(problem, algorithm, rounds=200, precision="float64", arrivals=arrivals)
+    np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
+    np.testing.assert_allclose(run.average, expected.average, atol=1e-10)
+    residuals = np.concatenate([settled(wires.shares[site], link, site) for site in SITES])
+    np.testing.assert_allclose(residuals, expected.state.clients, atol=1e-10)
+    assert int(run.state.up.exact()) == expected.history["bytes_up_total"][-1]

@@ -1,0 +1,185 @@
+"""What crosses the network: exact, and deaf to everything else."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+import examples
+import fedsolve as fs
+from fedsolve.flare.site import Share
+from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
+
+ALGORITHM = fs.FedSGM(0.1, 0.1, participants=3, uplink=fs.TopK(0.4), downlink=fs.Float4())
+PROTOCOL = protocol(examples.least_squares().on_device(), ALGORITHM)
+REPLY = PROTOCOL.exchanges[1].reply
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        fs.Identity(),
+        fs.TopK(0.3),
+        fs.RandK(0.5),
+        fs.Float16(),
+        fs.Float8(),
+        fs.Float4(),
+        fs.QSGD(8),
+        fs.Compose(fs.TopK(0.5), fs.Float8()),
+    ],
+    ids=str,
+)
+def test_packets_arrive_as_they_were_sent(compressor):
+    packet = compressor(jnp.arange(-3.0, 4.0), jax.random.key(0))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packet)
+    data = encode({"round": 3}, {"packet": packet})
+    head, arrays = decode(data, size_of(shapes))
+    assert head == {"round": 3}
+    got = take(arrays, "packet", shapes)
+    nothing_left(arrays)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(got)) == packet.nbytes
+    np.testing.assert_array_equal(jax.tree.map(jnp.asarray, got).dense(), packet.dense())
+
+
+def test_a_round_is_known_beforehand():
+    assert [exchange.method for exchange in PROTOCOL.exchanges] == ["measure", "improve"]
+    assert size_of(PROTOCOL.exchanges[0].reply) == 4
+    assert size_of(REPLY) == 2 * (1 + 4)
+    assert [size_of(packet) for packet in PROTOCOL.packets] == [4 + 3]
+    assert PROTOCOL.client.shape == PROTOCOL.w.shape == (5,)
+
+
+def reply(rows=3):
+    return jax.vmap(ALGORITHM.uplink)(jnp.ones((rows, 5)))
+
+
+def as_bytes(**changes):
+    leaves = {f"reply.{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(reply()))}
+    kept = {k: v for k, v in (leaves | changes).items() if v is not None}
+    return save(kept, metadata={"head": json.dumps({"status": "ok"})})
+
+
+BAD = {
+    "not bytes": ("text", "not bytes"),
+    "empty": (b"", "not safetensors"),
+    "not safetensors": (b"\x80\x04\x95pickle, or so" * 3, "not safetensors"),
+    "a head that is too long": ((2**40).to_bytes(8, "little") + b"x" * 100, "not safetensors"),
+    "absurdly large": (b"\0" * (2**20 + 1000), "bytes, where at most"),
+    "no head": (save({"reply.0": np.zeros(3)}), "with a head"),
+    "a head that is a list": (save({}, metadata={"head": "[1]"}), "its head is not a table"),
+    "too few rows": (
+        as_bytes(**{"reply.0": np.zeros((2, 2), np.uint8)}),
+        r"reply.0 is uint8\(2, 2\)",
+    ),
+    "another type": (as_bytes(**{"reply.1": np.zeros((3, 2))}), "reply.1 is float64"),
+    "a missing array": (as_bytes(**{"reply.1": None}), "reply.1 is missing"),
+    "an array too many": (as_bytes(extra=np.zeros(2)), "arrays that do not belong: extra"),
+    "not finite": (as_bytes(**{"reply.1": np.full((3, 2), np.nan, np.float32)}), "not finite"),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), BAD.values(), ids=BAD.keys())
+def test_a_wrong_reply_is_refused(data, reason):
+    with pytest.raises(Refused, match=reason):
+        read(data)
+
+
+def read(data):
+    head, arrays = decode(data, 3 * size_of(REPLY) + 100)
+    got = take(arrays, "reply", REPLY, rows=3)
+    nothing_left(arrays)
+    return head, got
+
+
+def test_a_right_reply_is_taken():
+    head, got = read(as_bytes())
+    assert head["status"] == "ok"
+    np.testing.assert_array_equal(got.values.vector, reply().values.vector)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(st.binary(max_size=400), st.integers(0, 400), st.integers(0, 255))
+def test_no_bytes_at_all_do_harm(noise, place, value):
+    """Pure noise, noise behind a right beginning, and one changed byte: taken or refused, nothing
+    else."""
+    good = as_bytes()
+    changed = bytearray(good)
+    changed[place % len(good)] = value
+    for data in (noise, good[: place % len(good)] + noise, bytes(changed)):
+        try:
+            read(data)
+        except Refused:
+            continue
+
+
+@pytest.fixture(scope="module")
+def share(tmp_path_factory):
+    home = tmp_path_factory.mktemp("share")
+    return Share(home, examples.least_squares(), ALGORITHM, 0)
+
+
+HEAD = {
+    "kind": "ask",
+    "round": 0,
+    "exchange": 0,
+    "method": "measure",
+    "first": 0,
+    "clients": [0, 2],
+    "used": [],
+    "settled": [-1, []],
+    "w": {"want": "start", "from": [], "packets": []},
+}
+
+
+def status(share, head, arrays=None):
+    answered, _ = decode(share.answer(encode(head, arrays or {})), 10_000)
+    return answered["status"], answered.get("reason", "")
+
+
+def test_a_site_answers_what_it_should(share):
+    assert status(share, HEAD) == ("ok", "")
+    assert status(share, {"kind": "hello"}) == ("ok", "")
+    assert status(share, HEAD | {"w": {"want": "elsewhere"}})[0] == "behind"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kind": "run_code"}, "no such kind"),
+        ({"exchange": 7}, "no exchange 7"),
+        ({"exchange": -1}, "exchange is no whole number"),
+        ({"round": "0"}, "round is no whole number"),
+        ({"method": "__init__"}, "exchange 0 is 'measure'"),
+        ({"clients": [6]}, "clients that are not here"),
+        ({"clients": []}, "clients that are not here"),
+        ({"w": None}, "does not say what w is"),
+    ],
+    ids=str,
+)
+def test_a_site_refuses_what_it_should(share, change, reason):
+    told, why = status(share, HEAD | change)
+    assert told == "refused"
+    assert reason in why
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*HEAD, "other"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["want", "from", "packets", "whole"]), inner)
+            ),
+            max_leaves=6,
+        ),
+    )
+)
+def test_no_head_at_all_breaks_a_site(share, changes):
+    assert status(share, HEAD | changes)[0] in ("ok", "behind", "refused")
