@@ -83,3 +83,11 @@ __all__ = [
     "static",
     "sweep",
 ]
+
+
+def __getattr__(name: str):
+    if name == "torch":  # an extra, and a slow import: only for those who use it
+        import importlib
+
+        return importlib.import_module("fedsolve.torch")
+    raise AttributeError(f"module 'fedsolve' has no attribute {name!r}")
