@@ -188,6 +188,17 @@ def test_an_equinox_model_can_be_the_parameters():
     )
 
 
+def test_an_equinox_model_on_ragged_clients():
+    model = eqx.nn.MLP(4, "scalar", 3, 1, activation=jax.nn.tanh, key=jax.random.key(0))
+
+    def loss(model, data):
+        return jnp.mean((jax.vmap(model)(data["x"]) - data["y"]) ** 2)
+
+    problem = fs.Problem(loss, fs.stack_clients(ragged()), model)
+    got = evaluate(problem.on_device(), problem.start())["objective"]
+    np.testing.assert_allclose(got, np.mean([loss(model, data) for data in ragged()]), rtol=1e-5)
+
+
 def test_metrics_are_followed_on_test_data():
     data = examples.least_squares().samples.values
     problem = fs.Problem(

@@ -1,4 +1,4 @@
-"""The command line: `fedsolve run`, `list`, `show`."""
+"""The command line: `fedsolve run`, `list`, `show`, `deploy`."""
 
 from __future__ import annotations
 
@@ -129,8 +129,11 @@ def run(
         )
         status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
         message, code = str(stop), 1 if isinstance(stop, fs.Diverged) else 130
-    save(folder, runs, experiment.resolved, status, message)
     out.print(closing_table(runs))
+    try:
+        save(folder, runs, experiment.resolved, status, message)
+    except OSError as error:
+        fail(f"Cannot write to {folder}: {error.strerror}.", 1)
     out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)

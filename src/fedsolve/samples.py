@@ -216,9 +216,10 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
 
 def _entries_used(function: Callable, params: PyTree, data: dict) -> set[str]:
     """The entries of `data` that the function's value depends on."""
-    jaxpr = jax.make_jaxpr(function)(params, data).jaxpr
+    numbers, rest = eqx.partition(params, eqx.is_array_like)  # a model may hold functions, too
+    jaxpr = jax.make_jaxpr(lambda p, d: function(eqx.combine(p, rest), d))(numbers, data).jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    paths = [path for path, _ in jax.tree.leaves_with_path((params, data))]
+    paths = [path for path, _ in jax.tree.leaves_with_path((numbers, data))]
     return {
         str(path[1].key)
         for path, is_used in zip(paths, used, strict=True)
