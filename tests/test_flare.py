@@ -38,6 +38,27 @@ def federation():
         yield running
 
 
+def test_one_command_deploys_and_leaves_nothing(tmp_path):
+    place, scratch = tmp_path / "work", tmp_path / "scratch"
+    place.mkdir()
+    scratch.mkdir()
+    words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", "4", "--out", "x"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fedsolve", *words],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TMPDIR": str(scratch), "HOME": str(tmp_path / "home")},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {p.name for p in (place / "x").iterdir()} >= {"history.csv", "params.safetensors"}
+    assert list(scratch.iterdir()) == []
+    assert not list((tmp_path / "home").rglob("*nvflare*"))
+    for process in psutil.process_iter(["cmdline"]):
+        assert str(scratch) not in " ".join(process.info["cmdline"] or [])
+
+
 def simulated(wanted):
     ((problem, algorithm),) = wanted.cells.values()
     return fs.solve(problem, algorithm, seed=wanted.seeds[0], **wanted.options)
@@ -131,27 +152,6 @@ def test_strangers_are_told_why_they_are_refused(federation, tmp_path):
     assert time.monotonic() - began < 15
     for key in [*tmp_path.rglob("*.key"), *kit.parent.rglob("*.key")]:
         assert key.stat().st_mode & 0o077 == 0
-
-
-def test_one_command_deploys_and_leaves_nothing(tmp_path):
-    place, scratch = tmp_path / "work", tmp_path / "scratch"
-    place.mkdir()
-    scratch.mkdir()
-    words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", "4", "--out", "x"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fedsolve", *words],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"TMPDIR": str(scratch), "HOME": str(tmp_path / "home")},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert {p.name for p in (place / "x").iterdir()} >= {"history.csv", "params.safetensors"}
-    assert list(scratch.iterdir()) == []
-    assert not list((tmp_path / "home").rglob("*nvflare*"))
-    for process in psutil.process_iter(["cmdline"]):
-        assert str(scratch) not in " ".join(process.info["cmdline"] or [])
 
 
 def test_a_deployment_is_one_run():

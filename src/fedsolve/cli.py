@@ -105,12 +105,14 @@ def run(
 
     import fedsolve as fs
     from fedsolve.folder import new_folder, save
+    from fedsolve.simulation import keep_compiled_programs
     from fedsolve.solving import check_run
 
     for problem, algorithm in experiment.cells.values():
         check_run(problem, algorithm, **experiment.options)
     folder = new_folder(out_dir, experiment.name)
-    _keep_compiled_programs()
+    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    keep_compiled_programs(Path(cache, "fedsolve", "programs"))
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
     status, message, code = "finished", "", 0
     try:
@@ -204,19 +206,6 @@ def _experiment(name: str, changes: list[str] | None, seed: int | None = None) -
         table.setdefault("run", {}).pop("seeds", None)
         table["run"]["seed"] = seed
     return config.resolve(Path(name).stem, table)
-
-
-def _keep_compiled_programs() -> None:
-    """A second run of the same experiment need not compile again."""
-    import jax
-
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fedsolve", "programs")
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # no place for a cache: compile every time
-    jax.config.update("jax_compilation_cache_dir", str(home))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 class Progress:

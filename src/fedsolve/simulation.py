@@ -7,7 +7,10 @@ rounds as it is told and evaluates at its end.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -157,3 +160,14 @@ def advance(
 
 compiled_start = eqx.filter_jit(State.start)
 compiled_advance = eqx.filter_jit(advance)
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """Lets this process keep its compiled programs there, and find those of earlier ones. A user
+    who chose a folder by JAX's own setting keeps it."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    with contextlib.suppress(OSError):  # no place for them: compile every time
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -21,6 +21,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.flare.data import site_problem
 from fedsolve.flare.server import Link, serve
 from fedsolve.flare.site import Share
+from fedsolve.simulation import keep_compiled_programs
 from fedsolve.solving import numbers_on_device, precision_of
 
 HOME = "FEDSOLVE_HOME"  # where this machine keeps what must not be lost
@@ -43,6 +44,7 @@ class Site:
 
     @collab.init
     def start(self) -> None:
+        keep_compiled_programs(Path(os.environ[HOME], "programs"))
         experiment = experiment_of(self._experiment)
         ((problem, algorithm),) = experiment.cells.values()
         home = Path(os.environ[HOME], "runs", self._run)
@@ -64,6 +66,7 @@ class Coordinator:
 
     @collab.main
     def run(self) -> None:
+        keep_compiled_programs(Path(os.environ[HOME], "programs"))
         experiment = experiment_of(self._experiment)
         ((problem, algorithm),) = experiment.cells.values()
         options = dict(experiment.options)
