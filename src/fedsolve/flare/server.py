@@ -270,7 +270,8 @@ def serve(
             for _ in range(start, stop):
                 state, info = Deployment(placed, state, link).play(tuned)
                 link.end_round(int(state.round) - 1)
-                _save(path, state, link, chunks, time.perf_counter() - began)
+                if int(state.round) < stop:  # the last is saved with its entry in the history
+                    _save(path, state, link, chunks, time.perf_counter() - began)
             seconds = time.perf_counter() - clock
             answered = link.answered
             entry = info | _evaluate(placed, state.w, link, values_of)
