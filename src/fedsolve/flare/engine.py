@@ -68,17 +68,16 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
     if not made.is_dir():
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
-    kits = {name: made / name for name in (host, *sites, ADMIN)}
-    for name, kit in kits.items():
-        if name != ADMIN:
-            _prepare(kit)
     for path in made.rglob("*.key"):
         path.chmod(0o600)
-    return kits
+    return {name: made / name for name in (host, *sites, ADMIN)}
 
 
 def _prepare(kit: Path) -> None:
-    """A kit's local policy: what classes jobs may name, where they are kept, what is logged."""
+    """A kit's local policy: what classes jobs may name, where they are kept, what is logged.
+
+    Made at every start, since a kit is carried from where it was made to where it is used.
+    """
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources["class_allow_list"] = list(ALLOWED)
@@ -104,15 +103,18 @@ def _prepare(kit: Path) -> None:
 
 def start_server(kit: Path) -> subprocess.Popen:
     """The server's process."""
-    return _start(kit, "server", {HOME: str(kit / "fedsolve")})
+    return _start(kit, "server", {HOME: str(kit.resolve() / "fedsolve")})
 
 
 def start_site(kit: Path, site_file: Path) -> subprocess.Popen:
     """A site's process, with its owner's file."""
-    return _start(kit, "client", {HOME: str(kit / "fedsolve"), SITE: str(site_file.resolve())})
+    home, owned = kit.resolve() / "fedsolve", site_file.resolve()
+    return _start(kit, "client", {HOME: str(home), SITE: str(owned)})
 
 
 def _start(kit: Path, role: str, extra: dict[str, str]) -> subprocess.Popen:
+    kit = kit.resolve()
+    _prepare(kit)
     module = f"nvflare.private.fed.app.{role}.{role}_train"
     words = ["-m", str(kit), "-s", f"fed_{role}.json", "--set", "secure_train=true"]
     words += [f"uid={kit.name}"] if role == "client" else []
@@ -225,10 +227,21 @@ class Admin:
         return [*sites, *jobs]
 
     def shut_down(self) -> None:
-        """Ends all sites and the server."""
-        from nvflare.fuel.flare_api.api_spec import TargetType
+        """Ends running jobs, all sites and the server."""
+        from nvflare.fuel.flare_api.api_spec import JobNotDone, TargetType
 
-        self._session.shutdown(TargetType.ALL)
+        for job in self._session.list_jobs():
+            if job["status"] == "RUNNING":
+                self._session.abort_job(job["job_id"])
+        end = time.monotonic() + 20
+        while True:
+            try:
+                self._session.shutdown(TargetType.ALL)
+                return
+            except JobNotDone as error:
+                if time.monotonic() > end:
+                    raise InvalidInput(f"A job does not end: {error}.") from error
+                time.sleep(0.5)
 
     def close(self) -> None:
         self._session.close()
