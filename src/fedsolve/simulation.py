@@ -112,10 +112,14 @@ def client_values(
 
 def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
     """f and g over all clients, and the metrics, at w."""
-    values = client_values(problem, w, at_once)
+    return combined(problem, w, client_values(problem, w, at_once))
+
+
+def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
+    """f and g from clients' values at w, and the metrics there."""
     found = {"objective": jnp.mean(values["objective"])}
     if problem.constraint is not None:
-        heard = Replies(values["constraint"], np.ones(problem.n, bool))
+        heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)
     params = problem.layout.unravel(w)
     return found | {name: metric(params, problem.test) for name, metric in problem.metrics}

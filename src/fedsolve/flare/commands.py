@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,6 @@ def ask_admin(what: str, kit: str) -> None:
         for line in admin.overview():
             cli.out.print(line, markup=False)
     admin.close()
-    time.sleep(0)
 
 
 def _kit(kit: str, needs: str) -> Path:

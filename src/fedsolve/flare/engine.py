@@ -59,7 +59,17 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
     plan = folder / "project.yml"
     plan.write_text(json.dumps(project), encoding="utf-8")  # JSON is YAML
     done = subprocess.run(
-        [*_nvflare("nvflare.cli"), "provision", "-p", str(plan), "-w", str(folder), "--force"],
+        [
+            sys.executable,
+            "-m",
+            "nvflare.cli",
+            "provision",
+            "-p",
+            str(plan),
+            "-w",
+            str(folder),
+            "--force",
+        ],
         capture_output=True,
         text=True,
         env=os.environ | {"HOME": str(folder)},
@@ -125,7 +135,7 @@ def _start(kit: Path, role: str, extra: dict[str, str]) -> subprocess.Popen:
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=os.environ | ENVIRONMENT | extra | {"PYTHONPATH": os.pathsep.join(["", *_paths()])},
+            env=os.environ | ENVIRONMENT | extra,
             start_new_session=True,
         )
 
@@ -261,11 +271,3 @@ def temporary_folder():
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _nvflare(module: str) -> list[str]:
-    return [sys.executable, "-m", module]
-
-
-def _paths() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -20,8 +20,8 @@ from fedsolve.federation import Bytes, Federation, Flags, Question, State
 from fedsolve.flare.site import START, write
 from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
 from fedsolve.problem import Problem
-from fedsolve.replies import Replies
 from fedsolve.runs import History, Run
+from fedsolve.simulation import client_values, combined
 from fedsolve.solving import joined, numbers_on_device, on_host, precision_of, spans_of
 
 ANY = 2**40  # what this machine wrote itself may be of any size
@@ -258,7 +258,7 @@ def serve(
     path = home / "server.safetensors"
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        values_of = jax.eval_shape(lambda: _one_clients_values(placed))
+        values_of = jax.eval_shape(lambda: _one_clients_values(placed, placed.start()))
         state, chunks = _start(placed, tuned, seed, link.clients), []
         if path.exists():
             head, arrays = decode(path.read_bytes(), ANY)
@@ -325,13 +325,8 @@ def _save(path: Path, state: State, link: Link, chunks: list[History], seconds: 
     write(path, data)
 
 
-def _one_clients_values(problem: Problem) -> PyTree:
-    params = problem.layout.unravel(problem.start())
-    samples = jax.tree.map(lambda leaf: leaf[0], problem.samples)
-    found = {"objective": problem.objective(params, samples)}
-    if problem.constraint is not None:
-        found["constraint"] = problem.constraint.measure(params, samples, 1)
-    return found
+def _one_clients_values(problem: Problem, w: Array) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], client_values(problem, w))
 
 
 def _evaluate(problem: Problem, w: Array, link: Link, template: PyTree) -> dict[str, Any]:
@@ -341,9 +336,4 @@ def _evaluate(problem: Problem, w: Array, link: Link, template: PyTree) -> dict[
         return {"objective": np.nan}
     parts = [found[site] for site in sorted(found)]
     values = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *parts)
-    entry = {"objective": jnp.mean(values["objective"])}
-    if problem.constraint is not None:
-        heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
-        entry["constraint"], _ = problem.constraint.combine(heard)
-    params = problem.layout.unravel(w)
-    return entry | {name: metric(params, problem.test) for name, metric in problem.metrics}
+    return combined(problem, w, values)
