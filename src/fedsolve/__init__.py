@@ -9,6 +9,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
 from fedsolve import games, problems
+from fedsolve import datasets, partitions
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import FedSGM
 from fedsolve.compression import (
@@ -78,7 +79,9 @@ __all__ = [
     "Switching",
     "TopK",
     "WholeSpace",
+    "datasets",
     "games",
+    "partitions",
     "problems",
     "sample",
     "solve",

@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 
 AT_ONCE = 64  # players of a plain function that are evaluated together
 Players = Float[Array, " m"]
-Numbers = Shaped[Array, "..."] | Shaped[np.ndarray, "..."]
+Numbers = Any  # an array of numbers, once converted
 
 
 def numbers(name: str, dimensions: int) -> Callable[[Any], Any]:
@@ -271,7 +271,7 @@ class SharedBudget(Part):
 
     def alone(self, N: Players, y: Players) -> Players:
         total = jnp.sum(N) - N + y
-        return self.budget * y / jnp.where(total > 0, total, 1)
+        return y * (self.budget / jnp.where(total > 0, total, 1))
 
 
 def class_distributions(
