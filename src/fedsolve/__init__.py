@@ -8,9 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import problems
+from fedsolve import participation, problems
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedSGM
+from fedsolve.algorithms import FedAvg, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -28,7 +28,8 @@ from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import static
-from fedsolve.participation import sample
+from fedsolve.local import SGD, Adam, Optimizer
+from fedsolve.participation import Participating, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -42,6 +43,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSGD",
+    "SGD",
+    "Adam",
     "Algorithm",
     "Ball",
     "Box",
@@ -53,6 +56,7 @@ __all__ = [
     "Diminishing",
     "Diverged",
     "Domain",
+    "FedAvg",
     "FedSGM",
     "Federation",
     "Float4",
@@ -64,7 +68,9 @@ __all__ = [
     "InvalidInput",
     "Maximum",
     "Mean",
+    "Optimizer",
     "Packet",
+    "Participating",
     "Problem",
     "RandK",
     "Replies",
@@ -76,6 +82,7 @@ __all__ = [
     "Switching",
     "TopK",
     "WholeSpace",
+    "participation",
     "problems",
     "sample",
     "solve",

@@ -76,6 +76,7 @@ class State(eqx.Module):
     w: Float[Array, " d"]  # what every client holds, or will when it is next asked
     server: PyTree
     clients: PyTree  # each client's state, on a leading axis
+    participation: PyTree  # what the server remembers of who takes part
     published: Bytes  # all publications so far
     seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
@@ -83,8 +84,11 @@ class State(eqx.Module):
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
 
     @classmethod
-    def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:
-        w, n = problem.start(), problem.n
+    def start(
+        cls, problem: Problem, algorithm: Any, key: Key[Array, ""], clients: int | None = None
+    ) -> State:
+        """Before the first round; `clients` where there are not as many as the problem has."""
+        w, n = problem.start(), problem.n if clients is None else clients
         one = algorithm.init_client(w)
         return cls(
             round=jnp.int32(0),
@@ -92,6 +96,7 @@ class State(eqx.Module):
             w=w,
             server=algorithm.init(w),
             clients=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), one),
+            participation=algorithm.init_participation(w, n),
             published=Bytes.zero(),
             seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
@@ -132,6 +137,7 @@ class Federation:
         self._problem = problem
         self._state = state
         self._states = state.clients
+        self.participation = state.participation
         self._published, self._seen = state.published, state.seen
         self._fault = state.fault
         self._arrivals = arrivals
@@ -150,6 +156,10 @@ class Federation:
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         """Π_X."""
         return self._problem.project(x)
+
+    def validate(self, w: Float[Array, " d"]) -> Float[Array, ""]:
+        """The objective at w on the data that the server holds."""
+        return self._problem.validate(w)
 
     def ask(
         self, method: Callable, cohort: Cohort, message: PyTree = None, when: Any = True
@@ -187,6 +197,7 @@ class Federation:
             w=self.w,
             server=server,
             clients=self._states,
+            participation=self.participation,
             published=self._published,
             seen=self._seen,
             up=before.up + self.up,
