@@ -47,7 +47,8 @@ def weigh(problem, weighting, memory=None, up=True, seed=0):
         state = State.start(placed, algorithm, jax.random.key(seed))
         fed = Simulation(placed, state)
         methods = parts.weighting.Methods(algorithm.assess, algorithm.tell_size)
-        memory = state.participation.weighting if memory is None else memory
+        known = state.participation.weighting if memory is None else memory
+        memory = jax.tree.map(jnp.asarray, known)
         key = jax.random.key(seed)
         weights, after = algorithm.weighting.weigh(fed, methods, memory, up, key)
         return np.asarray(weights), after, fed
@@ -98,7 +99,7 @@ def test_trust_comes_from_the_servers_data_and_is_smoothed():
     assert int(fed.up.exact()) == 6 * 4 * 8
     before, known = np.full(6, 0.3), np.arange(6) != 2
     up = np.arange(6) != 5
-    _, (trust, heard), _ = weigh(problem, weighting, (jnp.asarray(before), known), jnp.asarray(up))
+    _, (trust, heard), _ = weigh(problem, weighting, (before, known), jnp.asarray(up))
     expected = np.where(known, 0.75 * before + 0.25 * fresh, fresh)
     np.testing.assert_allclose(trust, np.where(up, expected, before))
     assert heard.all()

@@ -8,7 +8,7 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import participation, problems
+from fedsolve import datasets, games, participation, partitions, problems
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import FedAvg, FedSGM
 from fedsolve.compression import (
@@ -28,6 +28,7 @@ from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import static
+from fedsolve.games import Game
 from fedsolve.local import SGD, Adam, Optimizer
 from fedsolve.participation import Participating, sample
 from fedsolve.problem import Client, Problem
@@ -62,6 +63,7 @@ __all__ = [
     "Float4",
     "Float8",
     "Float16",
+    "Game",
     "Hard",
     "Identity",
     "Interrupted",
@@ -82,7 +84,10 @@ __all__ = [
     "Switching",
     "TopK",
     "WholeSpace",
+    "datasets",
+    "games",
     "participation",
+    "partitions",
     "problems",
     "sample",
     "solve",

@@ -31,7 +31,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.compression import (
@@ -146,26 +145,9 @@ class FedSGM(Participating):
         sigma, focus = message
 
         def direction(w: Vector, key: Key[Array, ""]) -> Vector:
-            return self.direction(client, w, sigma, focus, key)
+            return client.direction(w, sigma, focus, key)
 
         step_size = at(self.step_size, client.round)
         total = descend(direction, client.w, self.local_steps, client.key, step_size)
         key = jax.random.fold_in(client.key, self.local_steps)
         return with_feedback(self.uplink, residual, total, key)
-
-    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
-        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w); a gradient of weight 0 is not computed."""
-
-        def objective() -> Vector:
-            return client.grad(w, key)
-
-        def constraint() -> Vector:
-            return client.constraint_grad(w, focus, key)
-
-        def blend() -> Vector:
-            return (1 - sigma) * objective() + sigma * constraint()
-
-        if client.unconstrained:
-            return objective()
-        which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
-        return lax.switch(which, (objective, constraint, blend))
