@@ -1,5 +1,7 @@
 """What every algorithm must do. A new algorithm is one more line in `ALGORITHMS`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,15 @@ ALGORITHMS = {
         availability=0.7,
         local_steps=2,
         uplink=fs.TopK(0.4),
+    ),
+    "IncentFedAvg": fs.IncentFedAvg(
+        examples.contribution_game(), 0.05, 2.0, local_steps=2, participants=3, uplink=fs.TopK(0.4)
+    ),
+    "FedSGM, strategic": fs.FedSGM(
+        0.05,
+        0.1,
+        weighting=fs.Strategic(examples.contribution_game(), 2.0),
+        selection=fs.participation.Proportional(3),
     ),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
@@ -107,6 +118,9 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
 @every_algorithm
 def test_works_with_one_client(algorithm):
     alone = with_field(with_field(algorithm, ["participants"], None), ["selection"], None)
+    for path in (["game"], ["weighting", "game"]):
+        if isinstance(functools.reduce(lambda a, n: getattr(a, n, None), path, alone), fs.Game):
+            alone = with_field(alone, path, examples.contribution_game(clients=1))
     run = fs.solve(examples.least_squares(clients=1), alone, rounds=20)
     assert np.isfinite(run.history["objective"]).all()
 
@@ -154,7 +168,8 @@ def test_missing_replies_are_the_same_in_every_runtime(algorithm):
 @every_algorithm
 def test_history_is_finite_and_complete(algorithm):
     history = fs.solve(examples.least_squares(), algorithm, rounds=25).history
-    for name in ("objective", "constraint", "switch", "bytes_up", "bytes_down"):
+    names = ["objective", "constraint", "bytes_up", "bytes_down"]
+    for name in names + ["switch"] * isinstance(algorithm, fs.FedSGM):
         assert history[name].shape == (25,), name
     for name, values in history.items():
         assert isinstance(values, np.ndarray)

@@ -8,9 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import datasets, games, participation, partitions, problems
+from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedAvg, FedSGM
+from fedsolve.algorithms import FedAvg, FedSGM, IncentFedAvg
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -30,7 +30,7 @@ from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local import SGD, Adam, Optimizer
-from fedsolve.participation import Participating, sample
+from fedsolve.participation import Participating, Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -66,6 +66,7 @@ __all__ = [
     "Game",
     "Hard",
     "Identity",
+    "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
     "Maximum",
@@ -80,6 +81,7 @@ __all__ = [
     "Simplex",
     "Soft",
     "Statistics",
+    "Strategic",
     "Sweep",
     "Switching",
     "TopK",
@@ -94,6 +96,7 @@ __all__ = [
     "stack_clients",
     "static",
     "sweep",
+    "theory",
 ]
 
 

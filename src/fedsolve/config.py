@@ -22,7 +22,11 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedAvg": fs.FedAvg, "FedSGM": fs.FedSGM}
+ALGORITHMS: dict[str, Callable] = {
+    "FedAvg": fs.FedAvg,
+    "FedSGM": fs.FedSGM,
+    "IncentFedAvg": fs.IncentFedAvg,
+}
 PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
@@ -46,6 +50,7 @@ PARTICIPATION: dict[str, Callable] = {
         fs.participation.BANT,
         fs.participation.FOLB,
         fs.participation.GradientNorm,
+        fs.participation.Strategic,
         fs.participation.Everyone,
         fs.participation.Random,
         fs.participation.Top,

@@ -60,7 +60,7 @@ class Samples(eqx.Module):
         draw = jax.random.uniform(key, (batch_size,), jnp.float32)
 
         def rows(leaf: Shaped[Array, " s *rest"], mask: Mask, order: Any) -> Shaped[Array, "..."]:
-            if order is not None and _length(leaf) != len(order):
+            if order is not None and not _has_rows(leaf, order):
                 mask = order = None  # no samples, but something that the client has besides
             count = _length(leaf) if mask is None else _count(mask)
             index = jnp.minimum((draw * count).astype(jnp.int32), count - 1)
@@ -95,8 +95,8 @@ class Samples(eqx.Module):
         if self.order is None:
             return self
 
-        def rows(leaf: Shaped[Array, " s *rest"], mask: Mask, order: Any) -> Shaped[Array, "..."]:
-            return leaf[order] if _length(leaf) == len(order) else leaf
+        def rows(leaf: Shaped[Array, "..."], mask: Mask, order: Any) -> Shaped[Array, "..."]:
+            return leaf[order] if _has_rows(leaf, order) else leaf
 
         return Samples(self._each(rows), self.mask)
 
@@ -131,7 +131,7 @@ class PerClient(eqx.Module):
         sampled = samples.values if name is None else samples.values[name]
 
         leaves, structure = jax.tree.flatten(sampled)
-        axes = [0 if _length(leaf) == len(mask) else None for leaf in leaves]  # None: no samples
+        axes = [0 if _has_rows(leaf, mask) else None for leaf in leaves]  # None: no samples
 
         def one(*sample: Array) -> Float[Array, ""]:
             alone = structure.unflatten(
@@ -198,6 +198,16 @@ def as_samples(clients: PyTree) -> Samples:
     if isinstance(clients, dict) and all(np.ndim(m) == 2 for m in _leaves(clients.get("mask"))):
         return Samples({k: v for k, v in clients.items() if k != "mask"}, clients["mask"])
     return Samples(clients)
+
+
+def counts(stacked: Samples) -> Int[np.ndarray, " n"]:
+    """How many samples each client has."""
+    if stacked.mask is not None:
+        masks = (np.sum(np.asarray(mask), axis=1) for mask in jax.tree.leaves(stacked.mask))
+        return np.asarray(sum(masks), np.int64)
+    leaves = jax.tree.leaves(stacked.values)
+    most = max(np.shape(leaf)[1] if np.ndim(leaf) > 1 else 1 for leaf in leaves)
+    return np.full(len(leaves[0]), most)
 
 
 def per_client(
@@ -314,6 +324,10 @@ def _some(
 
 def _count(mask: Shaped[Array, " s"]) -> Int[Array, ""]:
     return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _has_rows(leaf: Any, mask: Any) -> bool:
+    return leaf.ndim > 0 and len(leaf) == len(mask)
 
 
 def _length(leaf: Any) -> int:
