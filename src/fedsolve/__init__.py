@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, partitions, problems
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedSGM
+from fedsolve.algorithms import FedSGM, IPPConEx, PenaltyFedAvg
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -59,12 +59,14 @@ __all__ = [
     "Float8",
     "Float16",
     "Hard",
+    "IPPConEx",
     "Identity",
     "Interrupted",
     "InvalidInput",
     "Maximum",
     "Mean",
     "Packet",
+    "PenaltyFedAvg",
     "Problem",
     "RandK",
     "Replies",

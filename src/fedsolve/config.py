@@ -22,8 +22,13 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
-PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
+ALGORITHMS: dict[str, Callable] = {
+    part.__name__: part for part in (fs.FedSGM, fs.PenaltyFedAvg, fs.IPPConEx)
+}
+PROBLEMS: dict[str, Callable] = {
+    "adult": fs.problems.adult,
+    "neyman_pearson": fs.problems.neyman_pearson,
+}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
