@@ -151,7 +151,7 @@ class FedSGM(Algorithm):
 
         def local_step(step: Any, total: Vector) -> Vector:
             w = client.w - step_size * total
-            return total + client.direction(w, sigma, focus, _key(client, step))
+            return total + self.direction(client, w, sigma, focus, _key(client, step))
 
         total = lax.fori_loop(0, self.local_steps, local_step, jnp.zeros_like(client.w))
         key = _key(client, self.local_steps)
@@ -159,6 +159,11 @@ class FedSGM(Algorithm):
             return None, self.uplink(total, key)
         packet = self.uplink(residual + total, key)
         return residual + total - packet.dense(), packet
+
+    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
+        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w), or what the problem's own client puts in its place.
+        `PenaltyFedAvg` follows another one."""
+        return client.direction(w, sigma, focus, key)
 
 
 def _key(client: Client, step: Any) -> Key[Array, ""]:
