@@ -8,9 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import problems
+from fedsolve import problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedSGM
+from fedsolve.algorithms import FedADMM, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -35,6 +35,7 @@ from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
 from fedsolve.schedules import Diminishing
 from fedsolve.solving import solve
+from fedsolve.stopping import Reached, Stationary
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
 
@@ -53,6 +54,7 @@ __all__ = [
     "Diminishing",
     "Diverged",
     "Domain",
+    "FedADMM",
     "FedSGM",
     "Federation",
     "Float4",
@@ -67,10 +69,12 @@ __all__ = [
     "Packet",
     "Problem",
     "RandK",
+    "Reached",
     "Replies",
     "Run",
     "Simplex",
     "Soft",
+    "Stationary",
     "Statistics",
     "Sweep",
     "Switching",
@@ -82,6 +86,7 @@ __all__ = [
     "stack_clients",
     "static",
     "sweep",
+    "theory",
 ]
 
 

@@ -22,8 +22,12 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
-PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
+ALGORITHMS: dict[str, Callable] = {"FedADMM": fs.FedADMM, "FedSGM": fs.FedSGM}
+PROBLEMS: dict[str, Callable] = {
+    "linear_regression": fs.problems.linear_regression,
+    "neyman_pearson": fs.problems.neyman_pearson,
+}
+RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
@@ -40,7 +44,7 @@ COMPRESSORS: dict[str, Callable] = {
 PARTS: dict[str, Callable] = COMPRESSORS | {
     part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing)
 }
-RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
+RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 SECTIONS = ("title", "problem", "algorithm", "run", "variants")
 
 
@@ -122,6 +126,10 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     if variants.keys() != {""}:
         resolved["variants"] = variants
     options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    if "stop" in run:
+        options["stop"], resolved["run"]["stop"] = _build(
+            _table(run, "stop", "run."), RULES, "run.stop"
+        )
     return Experiment(name, cells, seeds, options, resolved)
 
 

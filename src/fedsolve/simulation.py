@@ -26,6 +26,7 @@ from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
+from fedsolve.stopping import Stop, wants_gradient
 
 SLOTS = 100
 
@@ -96,13 +97,18 @@ def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> Py
 
 
 def client_values(
-    problem: Problem, w: Float[Array, " d"], at_once: int | None = None
+    problem: Problem, w: Float[Array, " d"], at_once: int | None = None, gradient: bool = False
 ) -> dict[str, PyTree]:
-    """Each client's objective, and what it would send about the constraint: from all samples."""
+    """Each client's objective (and its gradient), and what it would send about the constraint: from
+    all samples."""
     params = problem.layout.unravel(w)
 
     def look(samples: Samples) -> dict[str, PyTree]:
-        found = {"objective": problem.objective(params, samples)}
+        if gradient:
+            value, slope = jax.value_and_grad(problem.value)(w, samples)
+            found = {"objective": value, "gradient": slope}
+        else:
+            found = {"objective": problem.objective(params, samples)}
         if problem.constraint is not None:
             found["constraint"] = problem.constraint.measure(params, samples, 1)
         return found
@@ -110,14 +116,18 @@ def client_values(
     return map_clients(look, (problem.samples,), at_once)
 
 
-def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
-    """f and g over all clients, and the metrics, at w."""
-    return combined(problem, w, client_values(problem, w, at_once))
+def evaluate(
+    problem: Problem, w: Float[Array, " d"], at_once: int | None = None, gradient: bool = False
+) -> dict[str, Any]:
+    """f (and ‖∇f‖²) and g over all clients, and the metrics, at w."""
+    return combined(problem, w, client_values(problem, w, at_once, gradient))
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
     """f and g from clients' values at w, and the metrics there."""
     found = {"objective": jnp.mean(values["objective"])}
+    if "gradient" in values:
+        found["squared_gradient"] = jnp.sum(jnp.mean(values["gradient"], axis=0) ** 2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)
@@ -132,8 +142,11 @@ def advance(
     spans: Int[Array | np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
     at_once: int | None = None,
+    rule: Stop | None = None,
+    stopped: Any = False,
 ) -> tuple[State, dict[str, Any]]:
-    """Span by span, runs rounds from start to stop, and evaluates there if told to."""
+    """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
+    has stopped it, nothing is run any more: entries say `stopped`."""
 
     def step(state: State) -> tuple[State, dict[str, Any]]:
         return Simulation(problem, state, arrivals, at_once).play(algorithm)
@@ -146,20 +159,28 @@ def advance(
     def body(_: Any, carry: tuple) -> tuple:
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
-    def slot(state: State, span: Int[Array, "3"]) -> tuple[State, dict[str, Any]]:
-        start, stop, look = span
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        state, info = lax.fori_loop(start, stop, body, (state, nothing))
-        found_shapes = jax.eval_shape(lambda w: evaluate(problem, w, at_once), state.w)
-        found = lax.cond(
-            look > 0,
-            lambda w: evaluate(problem, w, at_once),
-            lambda w: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
-            state.w,
-        )
-        return state, info | found
+    def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
+        found = evaluate(problem, state.w, at_once, wants_gradient(rule))
+        if rule is not None:
+            found["stopped"] = jnp.asarray(rule(info | found), bool)
+        return found
 
-    return lax.scan(slot, state, jnp.asarray(spans))
+    def slot(carry: tuple[State, Any], span: Int[Array, "3"]) -> tuple[Any, dict[str, Any]]:
+        (state, stopped), (start, stop, look) = carry, span
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        state, info = lax.fori_loop(start, jnp.where(stopped, start, stop), body, (state, nothing))
+        found_shapes = jax.eval_shape(look_at, state, info)
+        found = lax.cond(
+            (look > 0) & ~stopped,
+            look_at,
+            lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
+            state,
+            info,
+        )
+        return (state, stopped | found.get("stopped", False)), info | found
+
+    (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
+    return state, entries
 
 
 compiled_start = eqx.filter_jit(State.start)
