@@ -29,7 +29,7 @@ def test_theorem_3_1_that_many_steps_are_enough(penalty):
 
 
 def test_theorem_3_1_needs_a_penalty():
-    with pytest.raises(fs.InvalidInput, match="needs a penalty above 0.25"):
+    with pytest.raises(fs.InvalidInput, match=r"needs a penalty above 0\.25"):
         fedadmm.kappa(0.5, 0.25, 1.0, 1.0)
 
 

@@ -8,7 +8,7 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import problems, theory
+from fedsolve import datasets, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import FedADMM, FedSGM
 from fedsolve.compression import (
@@ -80,6 +80,8 @@ __all__ = [
     "Switching",
     "TopK",
     "WholeSpace",
+    "datasets",
+    "partitions",
     "problems",
     "sample",
     "solve",

@@ -71,7 +71,9 @@ def advance(
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)
-            entry = info | evaluate(problem, state.w, None, wants_gradient(rule))
+            entry = info | evaluate(
+                problem, state.w, state.evaluation_key, gradient=wants_gradient(rule)
+            )
             if rule is not None:
                 entry["stopped"] = np.asarray(look > 0 and rule(entry), bool)
             entries.append(entry)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Arrivals, Federation, Flags, Question, State
@@ -97,35 +97,46 @@ def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> Py
 
 
 def client_values(
-    problem: Problem, w: Float[Array, " d"], at_once: int | None = None, gradient: bool = False
+    problem: Problem,
+    w: Float[Array, " d"],
+    key: Key[Array, ""] | None = None,
+    first: Any = 0,
+    at_once: int | None = None,
+    gradient: bool = False,
 ) -> dict[str, PyTree]:
-    """Each client's objective (and its gradient), and what it would send about the constraint: from
-    all samples."""
-    params = problem.layout.unravel(w)
+    """`problem.values` of each client, where the clients are numbered from `first` on; and
+    the gradient of its objective, if asked for."""
 
-    def look(samples: Samples) -> dict[str, PyTree]:
-        if gradient:
-            value, slope = jax.value_and_grad(problem.value)(w, samples)
-            found = {"objective": value, "gradient": slope}
-        else:
-            found = {"objective": problem.objective(params, samples)}
-        if problem.constraint is not None:
-            found["constraint"] = problem.constraint.measure(params, samples, 1)
-        return found
+    def look(index: Any, samples: Samples) -> dict[str, PyTree]:
+        own = None if key is None else jax.random.fold_in(key, index)
 
-    return map_clients(look, (problem.samples,), at_once)
+        def values(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
+            found = problem.values(w, samples, own)
+            return found["objective"], found
+
+        if not gradient:
+            return values(w)[1]
+        slope, found = jax.grad(values, has_aux=True)(w)
+        return found | {"gradient": slope}
+
+    return map_clients(look, (first + jnp.arange(problem.n), problem.samples), at_once)
 
 
 def evaluate(
-    problem: Problem, w: Float[Array, " d"], at_once: int | None = None, gradient: bool = False
+    problem: Problem,
+    w: Float[Array, " d"],
+    key: Key[Array, ""] | None = None,
+    at_once: int | None = None,
+    gradient: bool = False,
 ) -> dict[str, Any]:
-    """f (and ‖∇f‖²) and g over all clients, and the metrics, at w."""
-    return combined(problem, w, client_values(problem, w, at_once, gradient))
+    """f (and ‖∇f‖², if asked for) and g over all clients, and the metrics, at w."""
+    values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
+    return combined(problem, w, values)
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
     """f and g from clients' values at w, and the metrics there."""
-    found = {"objective": jnp.mean(values["objective"])}
+    found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
         found["squared_gradient"] = jnp.sum(jnp.mean(values["gradient"], axis=0) ** 2)
     if problem.constraint is not None:
@@ -160,7 +171,7 @@ def advance(
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        found = evaluate(problem, state.w, at_once, wants_gradient(rule))
+        found = evaluate(problem, state.w, state.evaluation_key, at_once, wants_gradient(rule))
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found

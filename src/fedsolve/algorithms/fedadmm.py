@@ -8,7 +8,7 @@ iteration (15).
 | here | paper | |
 |---|---|---|
 | `local_iterations` | k_0 | iterations between two averagings |
-| `penalty` | σ_i | a number c: σ_i = c α_i r_i; `"theory"`: c = 3 (Theorem 4.1); an array: the σ_i |
+| `penalty` | σ_i | a number c: σ_i = c α_i r_i; `"theory"`: c = 3 (Theorem 4.1); an array: σ_i |
 | `accuracy` | ε_i^0 | k_0² unless given |
 | `decay` | ν_i | ε_i ← ν_i ε_i in every iteration (5) |
 | `inner_steps` | κ | at most so many steps (15); None: until the residual (6) is small enough |
@@ -18,8 +18,8 @@ iteration (15).
 | `sent` | z_i | σ_i w_i + π_i, as the server has it |
 | `total`, `penalties` | Σ z_i, σ = Σ σ_i | kept by the server: its memory does not grow with m |
 
-A round is k_0 iterations of the participants, and then the averaging (4) of all clients' last z_i. So
-w after a round is an averaged one, and the number of rounds is the number of averagings. (The
+A round is k_0 iterations of the participants, and then the averaging (4) of all clients' last z_i.
+So w after a round is an averaged one, and the number of rounds is the number of averagings. (The
 averaging of the z_i^0 belongs to the start: it gives w^0 itself where π_i^0 = 0.)
 
 All iterations of a round begin at the same w (v^0 = w in (15)), so ∇f_i(w) is computed once. After
@@ -49,6 +49,7 @@ from fedsolve.problem import Client, Problem
 Vector = Float[Array, " d"]
 Number = Float[Array, ""]
 Numbers = Float[Array, " m"] | Float[np.ndarray, " m"]
+Count = Int[Array, ""] | Int[np.ndarray, ""]
 ENOUGH = 1000  # inner steps after which even an adaptive client goes on
 
 
@@ -81,7 +82,7 @@ class FedADMM(Algorithm):
     """
 
     participants: int | None = static(None)
-    local_iterations: int = static(10)
+    local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
     penalty: Scalar | Numbers = eqx.field(converter=lambda x: _penalty(x), default=0.2)
     accuracy: Scalar | None = None
     decay: Scalar = eqx.field(converter=scalar("decay"), default=0.95)
@@ -93,7 +94,6 @@ class FedADMM(Algorithm):
 
     def __check_init__(self):
         check_kind("uplink", self.uplink, Compressor)
-        check_count("local_iterations", self.local_iterations)
         check_count("power_steps", self.power_steps)
         check_positive("penalty", self.penalty)
         check_positive("decay", self.decay)
@@ -165,8 +165,8 @@ class FedADMM(Algorithm):
     def begin(self, client: Client, state: Local, share: Number) -> tuple[Local, Any]:
         """σ_i, π_i^0 (where it is not 0), and whether this client is new."""
         smoothness = share * self.smooth(client)
-        given = np.ndim(self.penalty) > 0
-        penalty = self.penalty[client.index] if given else self.penalty * smoothness  # pyright: ignore[reportIndexIssue]
+        given = jnp.asarray(self.penalty, client.w.dtype)
+        penalty = given[client.index] if given.ndim else given * smoothness
         dual = jnp.zeros_like(client.w)
         if self.dual_start == "gradient":
             dual = -share * client.grad(client.w)
@@ -269,6 +269,14 @@ def _enough(residual: Number, accuracy: Number, smoothness: Number, penalty: Num
     far = curvature * residual / (penalty * jnp.sqrt(accuracy))
     steps = jnp.ceil(jnp.log(far) / jnp.log(curvature / smoothness))
     return jnp.clip(jnp.nan_to_num(steps, nan=ENOUGH), 1, ENOUGH).astype(jnp.int32)
+
+
+def _count(value: Any) -> Any:
+    """k_0 as an array: another one is no new compilation."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return value
+    check_count("local_iterations", value)
+    return np.asarray(value, np.int32)
 
 
 def _penalty(value: Any) -> Any:

@@ -34,8 +34,8 @@ def linear_regression(
 
     d_i is uniform in [`smallest`, `largest`] and d = Σ d_i. Of all samples (a, b) ⌈d/3⌉ are
     standard normal, ⌈d/3⌉ are Student-t with 5 degrees of freedom, and the others are uniform in
-    [−5, 5]; then they are shuffled and dealt out. Data are float32, padded to `largest` samples: all
-    instances have the same shapes.
+    [−5, 5]; then they are shuffled and dealt out. Data are float32, padded to `largest` samples:
+    all instances have the same shapes.
     """
     for name, count in (("clients", clients), ("size", size), ("smallest", smallest)):
         check_count(name, count)
@@ -69,8 +69,8 @@ def logistic(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2): 8992 molecules of 1024
-    bits, dealt out at random in equal parts."""
+    """ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2): 8992 molecules of
+    1024 bits, dealt out at random in equal parts."""
     from fedsolve.datasets import load
 
     found = load("qsar_oral_toxicity").train

@@ -63,7 +63,7 @@ def waiting(cohorts: Int[Shaped[np.ndarray, "..."], "rounds m"], clients: int) -
         if not len(turns):
             return math.inf
         worst = max(worst, int(np.diff(np.concatenate([[-1], turns, [rounds]])).max()))
-    return worst
+    return float(worst)
 
 
 def tolerance(
@@ -92,7 +92,7 @@ def communication_rounds(averagings: int, count: str = "paper") -> int:
 
 @eqx.filter_jit
 def _look(problem: Problem, at_once: int | None) -> dict[str, Any]:
-    return evaluate(problem, problem.start(), at_once, gradient=True)
+    return evaluate(problem, problem.start(), at_once=at_once, gradient=True)
 
 
 def _samples(problem: Problem) -> int:
