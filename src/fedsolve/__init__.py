@@ -8,9 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import datasets, games, partitions, problems, theory
+from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedSGM
+from fedsolve.algorithms import FedADMM, FedAvg, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -29,7 +29,8 @@ from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
-from fedsolve.participation import sample
+from fedsolve.local import SGD, Adam, Optimizer
+from fedsolve.participation import Participating, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -44,6 +45,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSGD",
+    "SGD",
+    "Adam",
     "Algorithm",
     "Ball",
     "Box",
@@ -56,6 +59,7 @@ __all__ = [
     "Diverged",
     "Domain",
     "FedADMM",
+    "FedAvg",
     "FedSGM",
     "Federation",
     "Float4",
@@ -68,7 +72,9 @@ __all__ = [
     "InvalidInput",
     "Maximum",
     "Mean",
+    "Optimizer",
     "Packet",
+    "Participating",
     "Problem",
     "RandK",
     "Reached",
@@ -84,6 +90,7 @@ __all__ = [
     "WholeSpace",
     "datasets",
     "games",
+    "participation",
     "partitions",
     "problems",
     "sample",

@@ -7,6 +7,7 @@ iteration (15).
 
 | here | paper | |
 |---|---|---|
+| `participants` | ρm | or `selection` and `availability` |
 | `local_iterations` | k_0 | iterations between two averagings |
 | `penalty` | σ_i | a number c: σ_i = c α_i r_i; `"theory"`: c = 3 (Theorem 4.1); an array: σ_i |
 | `accuracy` | ε_i^0 | k_0² unless given |
@@ -38,12 +39,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Compressor, Identity, Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
-from fedsolve.participation import sample
+from fedsolve.participation import Participating
 from fedsolve.problem import Client, Problem
 
 Vector = Float[Array, " d"]
@@ -72,16 +72,19 @@ class Local(eqx.Module):
     penalty: Number  # σ_i
 
 
-class FedADMM(Algorithm):
+class FedADMM(Participating):
     """Inexact ADMM with few averagings and partial participation (Algorithm 1).
 
     Every round the participants go through k_0 iterations of their augmented Lagrangian and its
     dual; the server averages z_i = σ_i w_i + π_i over all clients, absent ones with their last.
     With a compressed uplink a client sends C(z_i − ẑ_i), where ẑ_i is what the server has of z_i:
     what is left out now is sent later.
+
+    Participants as in `Participating`: `selection=Cyclic(count)` is Scheme 4.1,
+    `availability=FirstAnswers(count)` takes the first m_0 answers. f is the plain mean over
+    clients, so weights say who is drawn and not what a client counts.
     """
 
-    participants: int | None = static(None)
     local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
     penalty: Scalar | Numbers = eqx.field(converter=lambda x: _penalty(x), default=0.2)
     accuracy: Scalar | None = None
@@ -103,8 +106,6 @@ class FedADMM(Algorithm):
             check_count("inner_steps", self.inner_steps)
         if self.lipschitz is not None:
             check_positive("lipschitz", self.lipschitz)
-        if self.participants is not None:
-            check_count("participants", self.participants)
         if self.dual_start not in ("zero", "gradient"):
             raise InvalidInput(f'dual_start must be "zero" or "gradient", got {self.dual_start!r}.')
         if not self.uplink.contractive:
@@ -114,8 +115,7 @@ class FedADMM(Algorithm):
             )
 
     def check(self, problem: Problem) -> None:
-        if self.participants is not None:
-            check_count("participants", self.participants, most=problem.n)
+        super().check(problem)
         for name in ("penalty", "lipschitz"):
             if np.ndim(values := getattr(self, name)) and len(values) != problem.n:
                 raise InvalidInput(
@@ -130,12 +130,13 @@ class FedADMM(Algorithm):
     def round(
         self, fed: Federation, server: Server, key: Key[Array, ""]
     ) -> tuple[Server, dict[str, Any]]:
-        server = self.welcome(fed, server)
-        cohort = sample(key, fed.clients, self.participants)
-        changes = fed.ask(self.improve, cohort)
+        server, before = self.welcome(fed, server), fed.w
+        drawn = self.draw(fed, key)
+        changes = fed.ask(self.improve, drawn.cohort, when=drawn.available)
         server = Server(server.total + changes.sum(), server.penalties, server.joined)
         self.publish(fed, server)
-        return server, {"cohort": cohort}
+        self.learn(fed, before - fed.w)
+        return server, drawn.info
 
     def welcome(self, fed: Federation, server: Server) -> Server:
         """Everyone's σ_i and z_i^0 before the first iteration; again while some were not heard."""
