@@ -23,12 +23,18 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
 ALGORITHMS: dict[str, Callable] = {
-    part.__name__: part for part in (fs.FedSGM, fs.PenaltyFedAvg, fs.IPPConEx)
+    "FedADMM": fs.FedADMM,
+    "FedAvg": fs.FedAvg,
+    "FedSGM": fs.FedSGM,
+    "IPPConEx": fs.IPPConEx,
+    "PenaltyFedAvg": fs.PenaltyFedAvg,
 }
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
+    "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
 }
+RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
@@ -42,10 +48,33 @@ COMPRESSORS: dict[str, Callable] = {
         fs.Compose,
     )
 }
-PARTS: dict[str, Callable] = COMPRESSORS | {
-    part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing)
+PARTICIPATION: dict[str, Callable] = {
+    part.__name__: part
+    for part in (
+        fs.participation.Uniform,
+        fs.participation.DataSize,
+        fs.participation.PowerOfChoice,
+        fs.participation.BANT,
+        fs.participation.FOLB,
+        fs.participation.GradientNorm,
+        fs.participation.Everyone,
+        fs.participation.Random,
+        fs.participation.Top,
+        fs.participation.Proportional,
+        fs.participation.Cyclic,
+        fs.participation.Bernoulli,
+        fs.participation.Markov,
+        fs.participation.DayNight,
+        fs.participation.Trace,
+        fs.participation.FirstAnswers,
+    )
 }
-RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
+PARTS: dict[str, Callable] = (
+    COMPRESSORS
+    | PARTICIPATION
+    | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
+)
+RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 SECTIONS = ("title", "problem", "algorithm", "run", "variants")
 
 
@@ -131,6 +160,10 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     if variants.keys() != {""}:
         resolved["variants"] = variants
     options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    if "stop" in run:
+        options["stop"], resolved["run"]["stop"] = _build(
+            _table(run, "stop", "run."), RULES, "run.stop"
+        )
     return Experiment(name, cells, seeds, options, resolved)
 
 

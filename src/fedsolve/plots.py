@@ -50,7 +50,7 @@ def plot(groups: Groups, path: str | Path | None = None) -> Any:
             for row, name in enumerate(panels):
                 axis = axes[0, row] if alone else axes[row, column]
                 title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
-                _panel(axis, shown, name, title, runs)
+                _panel(axis, shown, name, title, runs, legend=alone or row == 0)
         if path is not None:
             figure.savefig(path)
     return figure
@@ -78,6 +78,9 @@ def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
             axis.scatter(*ends, s=28, color=color, marker=marker, label=label, alpha=0.85)
         _tolerance(axis.axvline, [run for group in groups.values() for run in group])
         axis.set(xlabel=TITLES["constraint"], ylabel=TITLES["objective"])
+        low, high = axis.dataLim.intervaly
+        if low > 0 and high > 10 * low:
+            axis.set_yscale("log")
         figure.legend(loc="outside right upper")
         if path is not None:
             figure.savefig(path)
@@ -95,7 +98,7 @@ def _columns(groups: Groups) -> dict[str, Groups]:
     return dict(columns)
 
 
-def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any]) -> None:
+def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], legend: bool) -> None:
     for index, (label, group) in enumerate(groups.items()):
         _curve(axis, label, [run.history for run in group], name, index)
     axis.set(title=title, xlabel="Round")
@@ -103,7 +106,7 @@ def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any]) ->
     if name == "constraint":
         _tolerance(axis.axhline, runs)
     _fit(axis, [run.history[name] for run in runs])
-    if axis.get_legend_handles_labels()[1]:
+    if axis.get_legend_handles_labels()[1] and legend:
         axis.legend()
 
 

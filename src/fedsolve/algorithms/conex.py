@@ -43,7 +43,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Identity
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Federation
@@ -56,7 +55,7 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.participation import sample
+from fedsolve.participation import Participating
 from fedsolve.problem import Client, Problem
 
 Vector = Float[Array, " d"]
@@ -76,7 +75,7 @@ class Server(eqx.Module):
     mean: Vector  # of the subproblem's x_1 … x_t
 
 
-class IPPConEx(Algorithm):
+class IPPConEx(Participating):
     """Inexact proximal points by constraint extrapolation: a primal-dual baseline."""
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
@@ -86,7 +85,6 @@ class IPPConEx(Algorithm):
     proximal: Scalar = eqx.field(converter=scalar("proximal"), default=1.0)
     constraint_proximal: Scalar = eqx.field(converter=scalar("constraint_proximal"), default=0.0)
     steps: int = static(10)
-    participants: int | None = static(None)
 
     def __check_init__(self):
         check_positive("step_size", self.step_size)
@@ -94,14 +92,11 @@ class IPPConEx(Algorithm):
         for name in ("tolerance", "extrapolation", "proximal", "constraint_proximal"):
             check_positive(name, getattr(self, name), zero=True)
         check_count("steps", self.steps)
-        if self.participants is not None:
-            check_count("participants", self.participants)
 
     def check(self, problem: Problem) -> None:
         if problem.constraint is None:
             raise InvalidInput("IPPConEx is for problems with a constraint; this one has none.")
-        if self.participants is not None:
-            check_count("participants", self.participants, most=problem.n)
+        super().check(problem)
 
     # On the server
 
@@ -113,12 +108,13 @@ class IPPConEx(Algorithm):
         self, fed: Federation, server: Server, key: Key[Array, ""]
     ) -> tuple[Server, dict[str, Any]]:
         assert fed.constraint is not None
-        cohort, x, step = sample(key, fed.clients, self.participants), fed.w, server.step
-        answers = fed.ask(self.measure, cohort)
+        drawn, x, step = self.draw(fed, key), fed.w, server.step
+        answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
         estimate, focus = fed.constraint.combine(answers)
-        slopes = fed.ask(self.slopes, cohort, focus, when=answers.any())
+        when = answers.any() & drawn.available
+        slopes = fed.ask(self.slopes, drawn.cohort, focus, when)
         heard = slopes.any()  # nobody: everything stays as it is
-        slope_f, slope_g = slopes.mean()
+        slope_f, slope_g = slopes.mean(drawn.weights)
 
         first = step == 0  # of a subproblem: its centre is here, and nothing is behind it
         centre = jnp.where(first, x, server.centre)
@@ -139,7 +135,8 @@ class IPPConEx(Algorithm):
         state = Server(turn, centre, dual, x, estimate, slope_g, linear, mean)
         state = jax.tree.map(lambda new, old: jnp.where(heard, new, old), state, server)
         fed.publish(Identity()(jnp.where(heard, after - x, 0), key))
-        return state, {"cohort": cohort, "dual": state.dual, "constraint_estimate": estimate}
+        self.learn(fed, slope_f + dual * slope_g)
+        return state, drawn.info | {"dual": state.dual, "constraint_estimate": estimate}
 
     # On a client
 
