@@ -1,5 +1,7 @@
 """Ready problems."""
 
+from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.neyman_pearson import neyman_pearson
+from fedsolve.problems.regression import linear_regression
 
-__all__ = ["neyman_pearson"]
+__all__ = ["adult", "fairness_report", "linear_regression", "neyman_pearson"]

@@ -1,5 +1,6 @@
-"""Step sizes and bounds from constants, certificates of runs, and diagnostics."""
+"""What the papers' theorems ask for and promise."""
 
+from fedsolve.theory import fedadmm
 from fedsolve.theory.incentfedavg import (
     IncentGuarantee,
     Participation,
@@ -12,6 +13,7 @@ __all__ = [
     "IncentGuarantee",
     "Participation",
     "convex_dissimilarity",
+    "fedadmm",
     "incentfedavg",
     "participation",
 ]
