@@ -1,5 +1,6 @@
 """Ready problems."""
 
+from fedsolve.problems.cartpole import cartpole
 from fedsolve.problems.neyman_pearson import neyman_pearson
 
-__all__ = ["neyman_pearson"]
+__all__ = ["cartpole", "neyman_pearson"]
