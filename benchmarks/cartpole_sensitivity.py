@@ -22,6 +22,7 @@ from fedsolve.federation import State
 from fedsolve.simulation import SLOTS, advance
 from fedsolve.solving import numbers_on_device, padded, spans_of
 
+AXES = (eqx.if_array(0), eqx.if_array(0), 0)
 BASE = {"step_size": 1.0, "tolerance": 10.0, "beta": 0.05}
 GRID = [
     {"step_size": eta, "tolerance": tolerance, "beta": beta}
@@ -49,30 +50,34 @@ def advance_all(problems, algorithms, states, spans):
     def one(problem, algorithm, state):
         return advance(problem, algorithm, state, spans)
 
-    axes = (eqx.if_array(0), eqx.if_array(0), 0)
-    return eqx.filter_vmap(one, in_axes=axes, out_axes=(0, 1))(problems, algorithms, states)
+    return eqx.filter_vmap(one, in_axes=AXES, out_axes=(0, 1))(problems, algorithms, states)
+
+
+def stack(*leaves):
+    return jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0]
 
 
 def run_all(settings, rounds, seeds, every, **fixed):
     """A table of reward, cost and σ for every setting, seed and evaluated round."""
     cells = [(setting, seed) for setting in settings for seed in range(seeds)]
-    problems, algorithms, states = [], [], []
-    for setting, seed in cells:
+    made, problems, algorithms = {}, [], []
+    for setting, _ in cells:
         own = dict(setting)
         algorithm = fs.FedSGM(
             own.pop("step_size"), own.pop("tolerance"), fs.Soft(own.pop("beta")), participants=7
         )
-        problem = fs.problems.cartpole(**own, **fixed).on_device()
-        problems.append(problem)
         algorithms.append(numbers_on_device(algorithm, None))
-        states.append(State.start(problem, algorithms[-1], jax.random.key(seed)))
-    stack = [jax.tree.map(lambda *x: jnp.stack(x), *each) for each in (problems, algorithms, states)]
+        name = str(own)
+        if name not in made:
+            made[name] = fs.problems.cartpole(**own, **fixed).on_device()
+        problems.append(made[name])
+    keys = jnp.stack([jax.random.key(seed) for _, seed in cells])
+    problem, algorithm = (jax.tree.map(stack, *each) for each in (problems, algorithms))
+    states = eqx.filter_vmap(State.start, in_axes=AXES)(problem, algorithm, keys)
     spans = spans_of(0, rounds, every)
     assert len(spans) <= SLOTS
-    _, entries = advance_all(*stack, padded(spans))
-    found = {
-        name: np.asarray(entries[name])[: len(spans)] for name in ("reward", "cost", "switch")
-    }
+    _, entries = advance_all(problem, algorithm, states, padded(spans))
+    found = {name: np.asarray(entries[name])[: len(spans)] for name in ("reward", "cost", "switch")}
     return pd.concat(
         pd.DataFrame(
             setting
@@ -92,7 +97,8 @@ def main(path, rounds, seeds):
     ):
         began = time.perf_counter()
         tables.append(run_all(settings, rounds, seeds, max(rounds // 50, 1), **fixed))
-        print(f"{len(settings)} settings × {seeds}: {time.perf_counter() - began:.0f} s", flush=True)
+        seconds = time.perf_counter() - began
+        print(f"{len(settings)} settings × {seeds}: {seconds:.0f} s", flush=True)
         pd.concat(tables).round(3).to_csv(path, index=False)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Packet
-from fedsolve.federation import Bytes, Federation, Flags, Question, State
+from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.flare.site import START, write
 from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
 from fedsolve.problem import Problem
@@ -303,9 +303,8 @@ def saved_run(home: Path, problem: Problem, algorithm: Algorithm, seed: int, pre
 
 def _start(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
     """As in a simulation, but for the clients' states: those are the sites' own."""
-    state = State.start(problem, algorithm, jax.random.key(seed))
-    seen = Bytes(*[jnp.zeros(clients, jnp.uint32)] * 2)
-    return dataclasses.replace(state, clients=None, memory=None, seen=seen)
+    state = State.start(problem, algorithm, jax.random.key(seed), clients)
+    return dataclasses.replace(state, clients=None, memory=None)
 
 
 def _restored(

@@ -119,8 +119,9 @@ def draw(
         following = jnp.where(ended[:, None], fresh, moved), jnp.where(ended, 0, ages + 1)
         return following, (*seen, costs(moved).astype(dtype), ended)
 
-    last, seen = lax.scan(play, (begin, jnp.zeros(environments, jnp.int32)), (again, noise))
-    return Trajectories(*seen, last)
+    first = begin, jnp.zeros(environments, jnp.int32)
+    last, (states, ages, actions, densities, cost, ended) = lax.scan(play, first, (again, noise))
+    return Trajectories(states, ages, actions, densities, cost, ended, last)
 
 
 # The client
@@ -295,7 +296,8 @@ class CartPole(Problem):
             return optax.apply_updates(networks, change), state
 
         start = memory.values, memory.optimiser
-        return Memory(*lax.fori_loop(0, self.value_steps, train, start), batch)
+        networks, state = lax.fori_loop(0, self.value_steps, train, start)
+        return Memory(networks, state, batch)
 
     def descent(self, w: Float[Array, " d"], batch: Batch, sigma: Any) -> Float[Array, " d"]:
         """Minus the trust-region step for (1 − σ) A_reward − σ A_cost."""
@@ -376,6 +378,7 @@ def cartpole(
         raise InvalidInput(f"steps must be a multiple of horizon ({horizon}), got {steps}.")
     if scaling not in ("common", "separate"):
         raise InvalidInput(f'scaling must be "common" or "separate", got {scaling!r}.')
+    least, most = budgets
     rng = np.random.default_rng(seed)
     layers = trpo.network(rng, [4, *hidden, 2], last=0.01)
     layers[-1]["bias"][1] = log_std
@@ -384,7 +387,7 @@ def cartpole(
     return CartPole(
         objective=Fixed(environments, horizon, of_cost=False),
         constraint=Fixed(environments, horizon, of_cost=True),
-        clients={"budget": np.linspace(*budgets, clients)},
+        clients={"budget": np.linspace(least, most, clients)},
         params=layers,
         radius=radius,
         discount=discount,
