@@ -56,7 +56,7 @@ def monotonicity(game: Game, probes: int, seed: int = 0) -> Monotonicity:
 
 
 def _constants(jacobian: np.ndarray) -> tuple[float, float]:
-    size = max(np.abs(jacobian).max(), 1e-300)
+    size = max(float(np.abs(jacobian).max()), 1e-300)
     unit, last = jacobian / size, len(jacobian) - 1  # LAPACK fails on numbers near the smallest
     least = scipy.linalg.eigvalsh(unit + unit.T, subset_by_index=[0, 0])[0]
     greatest = scipy.linalg.eigvalsh(unit @ unit.T, subset_by_index=[last, last])[0]
