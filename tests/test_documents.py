@@ -55,3 +55,10 @@ def test_the_first_example_of_the_docs_runs():
     exec(blocks("docs/index.md")[0], names)
     assert names["run"].rounds == 500
     jax.tree.leaves(names["run"].params)
+
+
+def test_the_page_on_games_works(capsys):
+    names = {}
+    for block in blocks("docs/games.md"):
+        exec(block, names)
+    assert "exact=True" in capsys.readouterr().out
