@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedAvg, FedSGM
+from fedsolve.algorithms import PPBC, FedAvg, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -43,6 +43,7 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "PPBC",
     "QSGD",
     "SGD",
     "Adam",

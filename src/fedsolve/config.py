@@ -22,7 +22,7 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedAvg": fs.FedAvg, "FedSGM": fs.FedSGM}
+ALGORITHMS: dict[str, Callable] = {"FedAvg": fs.FedAvg, "FedSGM": fs.FedSGM, "PPBC": fs.PPBC}
 PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
@@ -195,7 +195,8 @@ def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> 
 
 
 def _accepts_parts(hint: Any) -> bool:
-    return hint is not None and hint not in (str, int, float, bool)
+    plain = hint in (str, int, float, bool) or str in typing.get_args(hint)
+    return hint is not None and not plain
 
 
 def _shown(value: Any) -> Any:

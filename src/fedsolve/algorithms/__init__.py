@@ -2,5 +2,6 @@
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.fedsgm import FedSGM
+from fedsolve.algorithms.ppbc import PPBC
 
-__all__ = ["FedAvg", "FedSGM"]
+__all__ = ["PPBC", "FedAvg", "FedSGM"]
