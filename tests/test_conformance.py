@@ -49,8 +49,18 @@ ALGORITHMS = {
         cap=4.0,
         availability=0.8,
     ),
+    "FedADMM, Top-K": fs.FedADMM(
+        participants=3, local_iterations=2, penalty=1.0, accuracy=1e-4, uplink=fs.TopK(0.6)
+    ),
+    "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
+    "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+
+
+def number(algorithm):
+    """A number of the algorithm that can be changed without compiling anew."""
+    return "step_size" if hasattr(algorithm, "step_size") else "penalty"
 
 
 def assert_same(one, other, tolerance=0.0):
@@ -110,7 +120,7 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
     once = len(traces)
     assert 0 < once <= 12
     fs.solve(problem, algorithm, rounds=257, seed=5)
-    fs.solve(problem, with_field(algorithm, ["step_size"], 0.011), rounds=3)
+    fs.solve(problem, with_field(algorithm, [number(algorithm)], 0.011), rounds=3)
     assert len(traces) == once
 
 
@@ -200,12 +210,12 @@ def test_a_saved_state_continues_to_the_same_bits(algorithm):
 
 @every_algorithm
 def test_a_sweep_is_its_runs(algorithm):
-    problem = examples.least_squares()
+    problem, name = examples.least_squares(), number(algorithm)
     swept = fs.sweep(
-        problem, algorithm, rounds=8, seeds=[1, 2], precision="float64", step_size=[0.02, 0.01]
+        problem, algorithm, rounds=8, seeds=[1, 2], precision="float64", **{name: [0.02, 0.01]}
     )
     assert len(swept) == 4
     for run in swept.runs:
-        alone = with_field(algorithm, ["step_size"], run.settings["step_size"])
+        alone = with_field(algorithm, [name], run.settings[name])
         expected = fs.solve(problem, alone, rounds=8, seed=run.seed, precision="float64")
         assert_same(expected, run, 1e-10)

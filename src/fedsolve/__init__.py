@@ -8,9 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import datasets, games, participation, partitions, problems
+from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import PPBC, FedAvg, FedSGM
+from fedsolve.algorithms import PPBC, FedADMM, FedAvg, FedSGM, IPPConEx, PenaltyFedAvg
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -37,6 +37,7 @@ from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
 from fedsolve.schedules import Diminishing
 from fedsolve.solving import solve
+from fedsolve.stopping import Reached, Stationary
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
 
@@ -58,6 +59,7 @@ __all__ = [
     "Diminishing",
     "Diverged",
     "Domain",
+    "FedADMM",
     "FedAvg",
     "FedSGM",
     "Federation",
@@ -66,6 +68,7 @@ __all__ = [
     "Float16",
     "Game",
     "Hard",
+    "IPPConEx",
     "Identity",
     "Interrupted",
     "InvalidInput",
@@ -74,12 +77,15 @@ __all__ = [
     "Optimizer",
     "Packet",
     "Participating",
+    "PenaltyFedAvg",
     "Problem",
     "RandK",
+    "Reached",
     "Replies",
     "Run",
     "Simplex",
     "Soft",
+    "Stationary",
     "Statistics",
     "Sweep",
     "Switching",
@@ -95,6 +101,7 @@ __all__ = [
     "stack_clients",
     "static",
     "sweep",
+    "theory",
 ]
 
 

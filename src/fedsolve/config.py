@@ -22,8 +22,21 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedAvg": fs.FedAvg, "FedSGM": fs.FedSGM, "PPBC": fs.PPBC}
-PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
+ALGORITHMS: dict[str, Callable] = {
+    "FedADMM": fs.FedADMM,
+    "FedAvg": fs.FedAvg,
+    "FedSGM": fs.FedSGM,
+    "IPPConEx": fs.IPPConEx,
+    "PPBC": fs.PPBC,
+    "PenaltyFedAvg": fs.PenaltyFedAvg,
+}
+PROBLEMS: dict[str, Callable] = {
+    "adult": fs.problems.adult,
+    "cartpole": fs.problems.cartpole,
+    "linear_regression": fs.problems.linear_regression,
+    "neyman_pearson": fs.problems.neyman_pearson,
+}
+RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
@@ -63,7 +76,7 @@ PARTS: dict[str, Callable] = (
     | PARTICIPATION
     | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
 )
-RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
+RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 SECTIONS = ("title", "problem", "algorithm", "run", "variants")
 
 
@@ -128,13 +141,17 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     check_count("run.rounds", run["rounds"])
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
     cells, resolved = {}, {k: v for k, v in config.items() if k == "title"}
+    problems: dict[str, tuple[fs.Problem, dict[str, Any]]] = {}
     for variant, changes in variants.items():
         if not isinstance(changes, dict):
             raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
         changed = config
         for key, value in changes.items():
             changed = _with(changed, key, value)
-        problem, problem_table = _build(_table(changed, "problem", ""), PROBLEMS, "problem")
+        described = _table(changed, "problem", "")
+        if (known := repr(described)) not in problems:  # variants mostly share one
+            problems[known] = _problem(described)
+        problem, problem_table = problems[known]
         algorithm, algorithm_table = _build(
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm"
         )
@@ -145,6 +162,10 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     if variants.keys() != {""}:
         resolved["variants"] = variants
     options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    if "stop" in run:
+        options["stop"], resolved["run"]["stop"] = _build(
+            _table(run, "stop", "run."), RULES, "run.stop"
+        )
     return Experiment(name, cells, seeds, options, resolved)
 
 
@@ -152,6 +173,16 @@ def summary(thing: Callable) -> str:
     """The first sentence of a docstring."""
     text = " ".join((inspect.getdoc(thing) or "").split())
     return text.partition(". ")[0].rstrip(".") + "."
+
+
+def _problem(table: dict[str, Any]) -> tuple[fs.Problem, dict[str, Any]]:
+    """The problem that a table describes; `pooled = true` puts all samples in one place."""
+    pooled = table.get("pooled", False)
+    if not isinstance(pooled, bool):
+        raise InvalidInput(f"problem.pooled must be true or false, got {pooled!r}.")
+    rest = {key: value for key, value in table.items() if key != "pooled"}
+    problem, shown = _build(rest, PROBLEMS, "problem")
+    return (problem.pooled(), shown | {"pooled": True}) if pooled else (problem, shown)
 
 
 def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> tuple[Any, dict]:

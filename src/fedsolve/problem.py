@@ -23,7 +23,7 @@ from fedsolve.constraints import Constraint, as_constraint
 from fedsolve.domains import Domain, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.samples import Samples, as_samples, per_client
+from fedsolve.samples import Samples, as_samples, per_client, pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,17 +160,10 @@ class Problem(eqx.Module):
 
     # What a problem says for itself where its functions f_j and g_j alone do not say it
 
-    def client(
-        self,
-        samples: Samples,
-        w: Float[Array, " d"],
-        round: Int[Array, ""],
-        index: Int[Array, ""],
-        key: Key[Array, ""],
-        memory: PyTree = None,
-    ) -> Client:
-        """What a client method sees. A problem with clients of its own kind makes them here."""
-        return Client(self, samples, w, round, index, key, memory)
+    def client(self, *seen: Any) -> Client:
+        """What a client method sees, from what `Client` takes after the problem. A problem with
+        clients of its own kind makes them here."""
+        return Client(self, *seen)
 
     def init_memory(self) -> PyTree:
         """What one client remembers before the first round; by default nothing."""
@@ -194,6 +187,11 @@ class Problem(eqx.Module):
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
+
+    def pooled(self) -> Problem:
+        """The same problem with all samples in one place: centralized training is an algorithm's
+        run on it. f is then the mean over all samples, not over clients."""
+        return self.with_clients(pool(self.samples))
 
     def on_device(self, dtype: Any = None) -> Problem:
         """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""
