@@ -8,7 +8,7 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import problems
+from fedsolve import problems, theory
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import FedSGM
 from fedsolve.compression import (
@@ -82,6 +82,7 @@ __all__ = [
     "stack_clients",
     "static",
     "sweep",
+    "theory",
 ]
 
 

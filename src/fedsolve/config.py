@@ -23,7 +23,10 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
 ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
-PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
+PROBLEMS: dict[str, Callable] = {
+    "neyman_pearson": fs.problems.neyman_pearson,
+    "phase_retrieval": fs.problems.phase_retrieval,
+}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (

@@ -17,7 +17,7 @@ from fedsolve.algorithm import Algorithm
 from fedsolve.errors import ClientError
 from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
-from fedsolve.simulation import evaluate
+from fedsolve.simulation import Follow, evaluate
 
 
 class Debug(Federation):
@@ -61,6 +61,7 @@ def advance(
     state: State,
     spans: Int[np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
+    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """As `simulation.advance`, one operation at a time."""
     entries = []
@@ -69,5 +70,5 @@ def advance(
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)
-            entries.append(info | evaluate(problem, state.w))
+            entries.append(info | evaluate(problem, state.w, follow=follow))
     return state, jax.tree.map(lambda *leaves: np.stack(leaves), *entries)

@@ -80,6 +80,7 @@ class Problem(eqx.Module):
     - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
       anew each time; None for all of them. Evaluation always uses all.
     - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
+    - `optimum`: f*, the least objective under the constraint, where it is known.
     """
 
     objective: Callable = eqx.field(static=True)
@@ -91,6 +92,7 @@ class Problem(eqx.Module):
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
+    optimum: float | None = eqx.field(static=True)
     given: tuple[Callable, Constraint | Callable | None]  # objective and constraint as written
 
     def __init__(
@@ -103,6 +105,7 @@ class Problem(eqx.Module):
         batch_size: int | None = None,
         test: PyTree = None,
         metrics: Mapping[str, Callable] | None = None,
+        optimum: float | None = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)
@@ -123,6 +126,9 @@ class Problem(eqx.Module):
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
         self.layout = Layout.of(params)
+        if optimum is not None and not np.isfinite(optimum):
+            raise InvalidInput(f"optimum is the least value of the objective, got {optimum}.")
+        self.optimum = None if optimum is None else float(optimum)
 
     @property
     def n(self) -> int:

@@ -29,6 +29,8 @@ from fedsolve.samples import Samples
 
 SLOTS = 100
 
+Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
+
 
 class Simulation(Federation):
     """A federation inside one compiled program."""
@@ -110,9 +112,17 @@ def client_values(
     return map_clients(look, (problem.samples,), at_once)
 
 
-def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
-    """f and g over all clients, and the metrics, at w."""
-    return combined(problem, w, client_values(problem, w, at_once))
+def evaluate(
+    problem: Problem, w: Float[Array, " d"], at_once: int | None = None, follow: Follow = ()
+) -> dict[str, Any]:
+    """f and g over all clients, the metrics, and what else is to be followed, at w."""
+    found = combined(problem, w, client_values(problem, w, at_once))
+    for name, diagnostic in follow:
+        told = diagnostic(problem, problem.layout.unravel(w))
+        for path, leaf in jax.tree.leaves_with_path(told):
+            part = jax.tree_util.keystr(path, simple=True, separator=".")
+            found[f"{name}.{part}" if part else name] = jnp.asarray(leaf)
+    return found
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
@@ -132,6 +142,7 @@ def advance(
     spans: Int[Array | np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
     at_once: int | None = None,
+    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """Span by span, runs rounds from start to stop, and evaluates there if told to."""
 
@@ -150,10 +161,14 @@ def advance(
         start, stop, look = span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, stop, body, (state, nothing))
-        found_shapes = jax.eval_shape(lambda w: evaluate(problem, w, at_once), state.w)
+
+        def found_at(w: Float[Array, " d"]) -> dict[str, Any]:
+            return evaluate(problem, w, at_once, follow)
+
+        found_shapes = jax.eval_shape(found_at, state.w)
         found = lax.cond(
             look > 0,
-            lambda w: evaluate(problem, w, at_once),
+            found_at,
             lambda w: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
             state.w,
         )

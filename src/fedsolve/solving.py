@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +23,7 @@ from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
 from fedsolve.simulation import (
     SLOTS,
+    Follow,
     Simulation,
     client_values,
     compiled_advance,
@@ -46,6 +47,7 @@ def solve(
     arrivals: Arrivals | None = None,
     resume: State | None = None,
     progress: Callable[[int, int, History], None] | None = None,
+    follow: Mapping[str, Callable] | None = None,
 ) -> Run:
     """Runs the algorithm for that many rounds.
 
@@ -57,6 +59,8 @@ def solve(
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
     - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
+    - `follow`: by name, functions of (problem, params) that see the whole problem, such as
+      `fs.theory.skewness`; computed with the objective, inside the compiled program.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
@@ -64,6 +68,7 @@ def solve(
     check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
+    followed = as_follow(follow)
     began = time.perf_counter()
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
@@ -72,10 +77,10 @@ def solve(
 
         def advance(state: State, spans: Spans) -> tuple[State, History]:
             if runtime == "debug":
-                after, entries = debug.advance(placed, tuned, state, spans, arrivals)
+                after, entries = debug.advance(placed, tuned, state, spans, arrivals, followed)
             else:
                 after, entries = compiled_advance(
-                    placed, tuned, state, padded(spans), arrivals, clients_at_once
+                    placed, tuned, state, padded(spans), arrivals, clients_at_once, followed
                 )
             return after, on_host(entries, spans)
 
@@ -140,6 +145,16 @@ def check_run(
     if precision not in (None, "float32", "float64"):
         raise InvalidInput(f'precision must be "float32" or "float64", got {precision!r}.')
     algorithm.check(problem)
+
+
+def as_follow(follow: Mapping[str, Callable] | None) -> Follow:
+    """What is to be followed, in a form that a compiled program can be kept for."""
+    for name, function in (follow or {}).items():
+        if not callable(function):
+            raise InvalidInput(
+                f"follow[{name!r}] must be a function of (problem, params), got {function!r}."
+            )
+    return tuple((follow or {}).items())
 
 
 @contextlib.contextmanager

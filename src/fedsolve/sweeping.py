@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,9 +20,10 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
 from fedsolve.problem import Problem
 from fedsolve.runs import Run, Sweep
-from fedsolve.simulation import SLOTS, advance
+from fedsolve.simulation import SLOTS, Follow, advance
 from fedsolve.solving import (
     Spans,
+    as_follow,
     check_run,
     joined,
     numbers_on_device,
@@ -42,6 +43,7 @@ def sweep(
     evaluate_every: int = 1,
     precision: str | None = None,
     clients_at_once: int | None = None,
+    follow: Mapping[str, Callable] | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
     """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or
@@ -50,7 +52,7 @@ def sweep(
     All seeds, and all combinations that differ in numbers only (step sizes, tolerances, β), are one
     compiled program, mapped over algorithm and seed. Values that change the program itself (local
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
-    stop the others; the table says in which round it did.
+    stop the others; the table says in which round it did. `follow` is as in `solve`.
     """
     cells = [
         (settings, changed, seed)
@@ -61,6 +63,7 @@ def sweep(
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
         check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
+    followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
         placed = problem.on_device(dtype)
@@ -76,7 +79,9 @@ def sweep(
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
             state, chunks = _start_all(placed, stacked, keys), []
             for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
-                state, entries = _advance_all(placed, stacked, state, padded(now), clients_at_once)
+                state, entries = _advance_all(
+                    placed, stacked, state, padded(now), clients_at_once, followed
+                )
                 chunks.append(on_host(entries, now))
             history, state = joined(chunks), jax.tree.map(np.asarray, state)
             seconds = time.perf_counter() - began
@@ -113,10 +118,15 @@ def _start_all(problem: Problem, algorithms: Algorithm, keys: Any) -> State:
 
 @eqx.filter_jit
 def _advance_all(
-    problem: Problem, algorithms: Algorithm, state: State, spans: Any, at_once: int | None
+    problem: Problem,
+    algorithms: Algorithm,
+    state: State,
+    spans: Any,
+    at_once: int | None,
+    follow: Follow,
 ) -> tuple[State, dict[str, Any]]:
     def one(algorithm: Algorithm, state: State) -> tuple[State, dict[str, Any]]:
-        return advance(problem, algorithm, state, spans, None, at_once)
+        return advance(problem, algorithm, state, spans, None, at_once, follow)
 
     # Entries have their slots first, as those of a single run do.
     return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0), out_axes=(0, 1))(algorithms, state)
@@ -137,7 +147,7 @@ def _combinations(
 def with_field(module: Any, path: Sequence[str], value: Any) -> Any:
     """The module with one field, perhaps of a part of it, replaced; its checks run again."""
     name, *rest = path
-    names = [field.name for field in dataclasses.fields(module)]
+    names = [field.name for field in dataclasses.fields(module) if field.init]
     if name not in names:
         raise InvalidInput(
             f"{type(module).__name__} has no field {name!r}; it has {', '.join(names)}."
