@@ -105,7 +105,7 @@ class Problem(eqx.Module):
         batch_size: int | None = None,
         test: PyTree = None,
         metrics: Mapping[str, Callable] | None = None,
-        optimum: float | None = None,
+        optimum: float | int | None = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)

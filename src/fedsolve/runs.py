@@ -80,7 +80,9 @@ class Run:
             f"Run({type(self.algorithm).__name__}, rounds={self.rounds}, seed={self.seed}, {shown})"
         )
 
-    def certificate(self, optimum: float | None = None, accuracy: float = 1e-6) -> Certificate:
+    def certificate(
+        self, optimum: float | int | None = None, accuracy: float = 1e-6
+    ) -> Certificate:
         """What the theorem behind the algorithm promised (`FedSGM.from_theory`), beside what was
         reached: f(w̄) − f* and g(w̄). f* is `optimum`, else the problem's own, else a reference
         solution to `accuracy`, for which f and g must be convex."""

@@ -47,7 +47,7 @@ def solve(
     arrivals: Arrivals | None = None,
     resume: State | None = None,
     progress: Callable[[int, int, History], None] | None = None,
-    follow: Mapping[str, Callable] | None = None,
+    follow: Mapping[str, Any] | None = None,
 ) -> Run:
     """Runs the algorithm for that many rounds.
 
@@ -147,7 +147,7 @@ def check_run(
     algorithm.check(problem)
 
 
-def as_follow(follow: Mapping[str, Callable] | None) -> Follow:
+def as_follow(follow: Mapping[str, Any] | None) -> Follow:
     """What is to be followed, in a form that a compiled program can be kept for."""
     for name, function in (follow or {}).items():
         if not callable(function):

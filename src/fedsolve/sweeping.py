@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,7 +43,7 @@ def sweep(
     evaluate_every: int = 1,
     precision: str | None = None,
     clients_at_once: int | None = None,
-    follow: Mapping[str, Callable] | None = None,
+    follow: Mapping[str, Any] | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
     """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or

@@ -29,7 +29,7 @@ def neyman_pearson(
     seed: int = 0,
     batch_size: int | None = None,
     radius: float | None = None,
-    level: float = 0.0,
+    level: float | int = 0.0,
 ) -> Problem:
     """Breast-cancer classification with the loss on the malignant class held below a tolerance.
 

@@ -29,8 +29,8 @@ def phase_retrieval(
     clients: int = 10,
     size: int = 5,
     samples: int = 40,
-    budget: float = 0.5,
-    radius: float = 2.0,
+    budget: float | int = 0.5,
+    radius: float | int = 2.0,
     seed: int = 0,
 ) -> Problem:
     """A vector from squared measurements, with the mean of squared probes held below a budget.

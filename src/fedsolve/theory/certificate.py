@@ -56,8 +56,8 @@ class Certificate:
 def certificate(
     run: Any,
     guarantee: Guarantee | None = None,
-    optimum: float | None = None,
-    accuracy: float = 1e-6,
+    optimum: float | int | None = None,
+    accuracy: float | int = 1e-6,
 ) -> Certificate:
     """Compares a run with what the theorem behind its algorithm promised.
 

@@ -54,7 +54,7 @@ def estimate(
     points: int = 64,
     draws: int = 8,
     seed: int = 0,
-    radius: float | None = None,
+    radius: float | int | None = None,
 ) -> Estimates:
     """Estimates D, G, σ and the noise of minibatches, at points drawn from X.
 

@@ -35,6 +35,8 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 from fedsolve.theory.guarantee import Guarantee
 
+Number = float | int
+
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
@@ -84,9 +86,7 @@ class _Setting:
 CONVEX = "Every f_j and g_j is convex and Lipschitz with the G given (Assumption 1)."
 NEAR = "‖w_0 − w*‖ is at most the D given."
 COMPACT = "X is convex and its diameter is at most the D given (Assumption 2)."
-NO_PROJECTION = (
-    "X is all of R^d: the iterate that the proof follows, x_t − η e_t, is not projected."
-)
+NO_PROJECTION = "X is all of R^d: the iterate x_t − η e_t of the proof is not projected."
 CONTRACTION = "The compressors contract as q and q_0 say (Assumption 3)."
 EXPECTED = "The bound is one in expectation over the compressors' draws; a run may exceed it."
 SAMPLED = "Ĝ(w_t) − g(w_t) is σ²/m-sub-Gaussian with the σ given (Assumption 4)."
@@ -103,8 +103,8 @@ PRODUCT = (
 
 def fedsgm(
     *,
-    distance: float,
-    lipschitz: float,
+    distance: Number,
+    lipschitz: Number,
     rounds: int,
     local_steps: int = 1,
     clients: int = 1,
@@ -113,17 +113,17 @@ def fedsgm(
     uplink: Compressor | None = None,
     downlink: Compressor | None = None,
     size: int | None = None,
-    q: float = 1.0,
-    q_0: float = 1.0,
-    q_u: float = 0.0,
-    failure: float = 0.05,
-    sigma: float | None = None,
-    gradient_noise: float | None = None,
-    constraint_noise: float = 0.0,
+    q: Number = 1.0,
+    q_0: Number = 1.0,
+    q_u: Number = 0.0,
+    failure: Number = 0.05,
+    sigma: Number | None = None,
+    gradient_noise: Number | None = None,
+    constraint_noise: Number = 0.0,
     constraint_batch: int = 1,
-    rho: float | None = None,
-    rho_hat: float | None = None,
-    feasible_value: float | None = None,
+    rho: Number | None = None,
+    rho_hat: Number | None = None,
+    feasible_value: Number | None = None,
 ) -> Guarantee:
     """Step size, tolerance, β and the promised bound, from the theorem that covers the case.
 
@@ -207,7 +207,7 @@ def fedsgm(
     return _full(case, q, q_0, named, is_random)
 
 
-def _full(case: _Setting, q: float, q_0: float, named: bool, is_random: bool) -> Guarantee:
+def _full(case: _Setting, q: Number, q_0: Number, named: bool, is_random: bool) -> Guarantee:
     """Theorems 3 and 6 (hard), 5 and 8 (soft)."""
     E = case.E
     compression = 2 * E * sqrt(1 - q) / q + 4 * E * sqrt(10 * (1 - q_0)) / (q_0 * q)
@@ -232,7 +232,7 @@ def _full(case: _Setting, q: float, q_0: float, named: bool, is_random: bool) ->
     )
 
 
-def _partial(case: _Setting, q: float, q_0: float, named: bool) -> Guarantee:
+def _partial(case: _Setting, q: Number, q_0: Number, named: bool) -> Guarantee:
     """Theorems 4 and 7."""
     E, n, m, T, D, G = case.E, case.n, case.m, case.T, case.D, case.G
     unchecked = [CONVEX, COMPACT, SAMPLED, ONE_COHORT]
@@ -260,7 +260,7 @@ def _partial(case: _Setting, q: float, q_0: float, named: bool) -> Guarantee:
     )
 
 
-def _unbiased(case: _Setting, q_u: float) -> Guarantee:
+def _unbiased(case: _Setting, q_u: Number) -> Guarantee:
     """The forerunner's Theorems 6 (hard) and 7 (soft), whose proof takes twice the ε."""
     gamma = 2 * case.E**2 + case.E * q_u / (2 * case.n)
     number, factor = (7, 2.0) if case.soft else (6, 1.0)
@@ -272,7 +272,7 @@ def _unbiased(case: _Setting, q_u: float) -> Guarantee:
     )
 
 
-def _stochastic(case: _Setting, noise: float, of_values: float, batch: int) -> Guarantee:
+def _stochastic(case: _Setting, noise: Number, of_values: Number, batch: int) -> Guarantee:
     """Theorem 9: minibatch gradients and constraint values."""
     D, G, T, E, n, m, delta = case.D, case.G, case.T, case.E, case.n, case.m, case.delta
     effective = (
@@ -301,7 +301,7 @@ def _stochastic(case: _Setting, noise: float, of_values: float, batch: int) -> G
 
 
 def _weakly_convex(
-    case: _Setting, rho: float, rho_hat: float | None, feasible_value: float | None
+    case: _Setting, rho: Number, rho_hat: Number | None, feasible_value: Number | None
 ) -> Guarantee:
     """Theorem 10. Γ is the proof's; η and ε are the statement's, which rounds it up to 2E²."""
     D, G, T, E, m, delta = case.D, case.G, case.T, case.E, case.m, case.delta

@@ -1,6 +1,6 @@
 """The geometry behind oscillations (FedSGM, section 3.2 and appendix A).
 
-With a_j = ∇f_j(w), b_j = ∇g_j(w) and their means a and b, switching turns where these do not vanish:
+With a_j = ∇f_j(w), b_j = ∇g_j(w) and their means a and b, the path turns where these are not 0:
 
     K_glob = abᵀ − baᵀ,   K_loc = (1/n) Σ (a_j b_jᵀ − b_j a_jᵀ).
 
@@ -53,8 +53,8 @@ class Skewness(eqx.Module):
 def skewness(problem: Problem, params: PyTree) -> Skewness:
     """How much f and g pull across each other at `params`, over all clients and each on its own.
 
-    `fs.solve(..., follow={"skewness": fs.theory.skewness})` writes it into the history. From float32
-    gradients, a norm is good to about 0.0003 of ‖a_j‖‖b_j‖.
+    `fs.solve(..., follow={"skewness": fs.theory.skewness})` writes it into the history. In float32
+    a norm is good to about 0.0003 of ‖a_j‖‖b_j‖.
     """
     if problem.constraint is None:
         raise InvalidInput("Skewness is between objective and constraint; the problem has none.")
@@ -75,7 +75,7 @@ def skewness(problem: Problem, params: PyTree) -> Skewness:
 
 
 def _norm(a: Rows, b: Rows) -> Float[Array, ""]:
-    """‖(1/n) Σ (a_j b_jᵀ − b_j a_jᵀ)‖_F, as many rows of the Gram matrices at a time as fit n × d."""
+    """‖(1/n) Σ (a_j b_jᵀ − b_j a_jᵀ)‖_F, with min(n, d) rows of the Gram matrices at a time."""
     # What of b_j lies along a_j adds nothing, and would cancel only up to rounding.
     square = jnp.sum(a**2, axis=1, keepdims=True)
     along = jnp.sum(a * b, axis=1, keepdims=True) / jnp.where(square > 0, square, 1)

@@ -7,8 +7,8 @@ good it is follows from duality: for every λ ≥ 0, with L = f + (ρ̂/2)‖· 
 
     f* ≥ min_{y in X} L(y) ≥ L(ŷ) + min_{y in X} ∇L(ŷ)·(y − ŷ),
 
-and the last minimum is known in closed form. The best λ is found by a search on the line. Where L is
-κ-strongly convex, −‖∇L(ŷ)‖²/(2κ) is a lower bound of the last minimum as well.
+and the last minimum is known in closed form. The best λ is found by a search on the line. Where L
+is κ-strongly convex, −‖∇L(ŷ)‖²/(2κ) is a lower bound of the last minimum as well.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ MOST = 2000  # parameters: every step factors a matrix of that size
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """`value` is reached at the feasible `point`; if f and g are convex, f* ≥ `value` − `accuracy`."""
+    """`value` is reached at the feasible `point`; f* ≥ `value` − `accuracy` if f, g are convex."""
 
     value: float
     accuracy: float
     point: PyTree
 
 
-def optimum(problem: Problem, accuracy: float = 1e-6, distance: float | None = None) -> Optimum:
+def optimum(
+    problem: Problem, accuracy: float | int = 1e-6, distance: float | int | None = None
+) -> Optimum:
     """f* of a convex problem, to an accuracy that duality proves.
 
     f and g should be smooth: kinks may keep the accuracy from being reached, which is then said.
@@ -133,7 +135,7 @@ class Search:
     def _lower(
         self, placed: Problem, y: Vector, f: Any, g: Any, df: Vector, dg: Vector, start: Vector
     ) -> float:
-        """The best lower bound of f* over λ: concave, so its peak is found by doubling and search."""
+        """The best lower bound of f* over λ. It is concave in λ: doubling and a search find it."""
 
         def bound(multiplier: float) -> float:
             slope = df + multiplier * dg

@@ -34,9 +34,9 @@ class Stationarity:
 def stationarity(
     problem: Problem,
     params: PyTree,
-    rho_hat: float,
-    rho: float | None = None,
-    accuracy: float = 1e-4,
+    rho_hat: float | int,
+    rho: float | int | None = None,
+    accuracy: float | int = 1e-4,
 ) -> Stationarity:
     """‖w − ŵ(w)‖ at `params`, with the proximal problem (37) solved to a stated accuracy.
 
