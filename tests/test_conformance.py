@@ -30,6 +30,15 @@ ALGORITHMS = {
         uplink=fs.Compose(fs.TopK(0.6), fs.Float8()),
         downlink=fs.Float4(),
     ),
+    "FedSGM, who is wanted, drawn and up": fs.FedSGM(
+        0.05,
+        0.1,
+        weighting="FOLB",
+        selection=fs.participation.Top(3),
+        availability=0.7,
+        local_steps=2,
+        uplink=fs.TopK(0.4),
+    ),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
 
@@ -97,7 +106,7 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
 
 @every_algorithm
 def test_works_with_one_client(algorithm):
-    alone = with_field(algorithm, ["participants"], None)
+    alone = with_field(with_field(algorithm, ["participants"], None), ["selection"], None)
     run = fs.solve(examples.least_squares(clients=1), alone, rounds=20)
     assert np.isfinite(run.history["objective"]).all()
 

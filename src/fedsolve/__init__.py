@@ -8,9 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import problems, theory
+from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedSGM
+from fedsolve.algorithms import FedAvg, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -28,7 +28,9 @@ from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import static
-from fedsolve.participation import sample
+from fedsolve.games import Game
+from fedsolve.local import SGD, Adam, Optimizer
+from fedsolve.participation import Participating, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -42,6 +44,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSGD",
+    "SGD",
+    "Adam",
     "Algorithm",
     "Ball",
     "Box",
@@ -53,18 +57,22 @@ __all__ = [
     "Diminishing",
     "Diverged",
     "Domain",
+    "FedAvg",
     "FedSGM",
     "Federation",
     "Float4",
     "Float8",
     "Float16",
+    "Game",
     "Hard",
     "Identity",
     "Interrupted",
     "InvalidInput",
     "Maximum",
     "Mean",
+    "Optimizer",
     "Packet",
+    "Participating",
     "Problem",
     "RandK",
     "Replies",
@@ -76,6 +84,10 @@ __all__ = [
     "Switching",
     "TopK",
     "WholeSpace",
+    "datasets",
+    "games",
+    "participation",
+    "partitions",
     "problems",
     "sample",
     "solve",

@@ -22,7 +22,7 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
+ALGORITHMS: dict[str, Callable] = {"FedAvg": fs.FedAvg, "FedSGM": fs.FedSGM}
 PROBLEMS: dict[str, Callable] = {
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
@@ -40,9 +40,32 @@ COMPRESSORS: dict[str, Callable] = {
         fs.Compose,
     )
 }
-PARTS: dict[str, Callable] = COMPRESSORS | {
-    part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing)
+PARTICIPATION: dict[str, Callable] = {
+    part.__name__: part
+    for part in (
+        fs.participation.Uniform,
+        fs.participation.DataSize,
+        fs.participation.PowerOfChoice,
+        fs.participation.BANT,
+        fs.participation.FOLB,
+        fs.participation.GradientNorm,
+        fs.participation.Everyone,
+        fs.participation.Random,
+        fs.participation.Top,
+        fs.participation.Proportional,
+        fs.participation.Cyclic,
+        fs.participation.Bernoulli,
+        fs.participation.Markov,
+        fs.participation.DayNight,
+        fs.participation.Trace,
+        fs.participation.FirstAnswers,
+    )
 }
+PARTS: dict[str, Callable] = (
+    COMPRESSORS
+    | PARTICIPATION
+    | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
+)
 RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
 SECTIONS = ("title", "problem", "algorithm", "run", "variants")
 

@@ -70,5 +70,6 @@ def advance(
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)
-            entries.append(info | evaluate(problem, state.w, follow=follow))
+            found = evaluate(problem, state.w, state.evaluation_key, follow=follow)
+            entries.append(info | found)
     return state, jax.tree.map(lambda *leaves: np.stack(leaves), *entries)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.compression import Packet
 from fedsolve.constraints import Constraint
-from fedsolve.problem import Client, Problem
+from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
 
@@ -76,6 +76,8 @@ class State(eqx.Module):
     w: Float[Array, " d"]  # what every client holds, or will when it is next asked
     server: PyTree
     clients: PyTree  # each client's state, on a leading axis
+    memory: PyTree  # and what it remembers for the problem
+    participation: PyTree  # what the server remembers of who takes part
     published: Bytes  # all publications so far
     seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
@@ -83,21 +85,39 @@ class State(eqx.Module):
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
 
     @classmethod
-    def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:
-        w, n = problem.start(), problem.n
-        one = algorithm.init_client(w)
+    def start(
+        cls, problem: Problem, algorithm: Any, key: Key[Array, ""], clients: int | None = None
+    ) -> State:
+        """Before the first round; `clients` where there are not as many as the problem has."""
+        w, n = problem.start(), problem.n if clients is None else clients
+        states, memory = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
+            (algorithm.init_client(w), problem.init_memory()),
+        )
         return cls(
             round=jnp.int32(0),
             seed=jax.random.key_data(key),
             w=w,
             server=algorithm.init(w),
-            clients=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), one),
+            clients=states,
+            memory=memory,
+            participation=algorithm.init_participation(w, n),
             published=Bytes.zero(),
             seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
             down=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
         )
+
+    @property
+    def evaluation_key(self) -> Key[Array, ""]:
+        """For an evaluation after this many rounds."""
+        return evaluation_key(self.seed, self.round)
+
+
+def evaluation_key(seed: UInt32[Array, " words"], round: Any) -> Key[Array, ""]:
+    """A key that no exchange has."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), round), 2**31)
 
 
 class Question:
@@ -113,12 +133,14 @@ class Question:
             np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
         )
 
-    def answer(self, index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
-        """On a client: its next state, and its reply."""
+    def answer(self, index: Any, samples: Samples, both: PyTree) -> tuple[PyTree, PyTree]:
+        """On a client: its next state and memory, and its reply."""
         fed, own = self._fed, jax.random.fold_in(self._key, index)
-        client = Client(fed._problem, samples, fed.w, fed.round, index, own)
+        state, memory = both
+        client = fed._problem.client(samples, fed.w, fed.round, index, own, memory)
         message = () if self.message is None else (self.message,)
-        return self.method(client, state, *message)
+        state, reply = self.method(client, state, *message)
+        return (state, client.memory), reply
 
 
 class Federation:
@@ -131,7 +153,8 @@ class Federation:
         self.exchanges: list[str] = []  # names of the methods asked, in order
         self._problem = problem
         self._state = state
-        self._states = state.clients
+        self._states = state.clients, state.memory
+        self.participation = state.participation
         self._published, self._seen = state.published, state.seen
         self._fault = state.fault
         self._arrivals = arrivals
@@ -150,6 +173,10 @@ class Federation:
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         """Π_X."""
         return self._problem.project(x)
+
+    def validate(self, w: Float[Array, " d"]) -> Float[Array, ""]:
+        """The objective at w on the data that the server holds."""
+        return self._problem.validate(w)
 
     def ask(
         self, method: Callable, cohort: Cohort, message: PyTree = None, when: Any = True
@@ -181,12 +208,15 @@ class Federation:
         server, info = algorithm.round(self, before.server, jax.random.fold_in(self._key, 0))
         broken = ~jnp.all(jnp.isfinite(self.w)) & (self._fault[0] < 0)
         here = jnp.stack([self.round, -1, -1]).astype(jnp.int32)
+        clients, memory = self._states
         state = State(
             round=before.round + 1,
             seed=before.seed,
             w=self.w,
             server=server,
-            clients=self._states,
+            clients=clients,
+            memory=memory,
+            participation=self.participation,
             published=self._published,
             seen=self._seen,
             up=before.up + self.up,

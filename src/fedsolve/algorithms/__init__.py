@@ -1,5 +1,6 @@
 """The algorithms, one file each."""
 
+from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.fedsgm import FedSGM
 
-__all__ = ["FedSGM"]
+__all__ = ["FedAvg", "FedSGM"]

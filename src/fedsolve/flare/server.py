@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Packet
-from fedsolve.federation import Bytes, Federation, Flags, Question, State
+from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.flare.site import START, write
 from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
 from fedsolve.problem import Problem
@@ -104,9 +104,12 @@ class Link:
                 found[client] = jax.tree.map(lambda leaf, row=row: leaf[row], reply)
         return found
 
-    def evaluate(self, w: Any, template: PyTree) -> dict[str, PyTree]:
+    def evaluate(self, round: int, w: Any, template: PyTree) -> dict[str, PyTree]:
         """Every site's values of its own clients at w."""
-        heads = {site: {"kind": "evaluate"} for site in self.roster}
+        heads = {
+            site: {"kind": "evaluate", "round": round, "first": first}
+            for site, (first, _) in self.roster.items()
+        }
         most = self.clients * size_of(template)
         found = {}
         for site, (_, arrays) in self._deliver(heads, {}, w, most).items():
@@ -258,7 +261,7 @@ def serve(
     path = home / "server.safetensors"
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        values_of = jax.eval_shape(lambda: _one_clients_values(placed, placed.start()))
+        values_of = jax.eval_shape(lambda: _one_clients_values(placed, jax.random.key(seed)))
         state, chunks = _start(placed, tuned, seed, link.clients), []
         if path.exists():
             head, arrays = decode(path.read_bytes(), ANY)
@@ -274,7 +277,7 @@ def serve(
                     _save(path, state, link, chunks, time.perf_counter() - began)
             seconds = time.perf_counter() - clock
             answered = link.answered
-            entry = info | _evaluate(placed, state.w, link, values_of)
+            entry = info | _evaluate(placed, state, link, values_of)
             stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], entry)
             chunks = [joined([*chunks, on_host(stacked, np.asarray([[start, stop, 1]], np.int32))])]
             _save(path, state, link, chunks, time.perf_counter() - began)
@@ -300,9 +303,8 @@ def saved_run(home: Path, problem: Problem, algorithm: Algorithm, seed: int, pre
 
 def _start(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
     """As in a simulation, but for the clients' states: those are the sites' own."""
-    state = State.start(problem, algorithm, jax.random.key(seed))
-    seen = Bytes(*[jnp.zeros(clients, jnp.uint32)] * 2)
-    return dataclasses.replace(state, clients=None, seen=seen)
+    state = State.start(problem, algorithm, jax.random.key(seed), clients)
+    return dataclasses.replace(state, clients=None, memory=None)
 
 
 def _restored(
@@ -325,15 +327,15 @@ def _save(path: Path, state: State, link: Link, chunks: list[History], seconds: 
     write(path, data)
 
 
-def _one_clients_values(problem: Problem, w: Array) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0], client_values(problem, w))
+def _one_clients_values(problem: Problem, key: Key[Array, ""]) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], client_values(problem, problem.start(), key))
 
 
-def _evaluate(problem: Problem, w: Array, link: Link, template: PyTree) -> dict[str, Any]:
+def _evaluate(problem: Problem, state: State, link: Link, template: PyTree) -> dict[str, Any]:
     """f and g over all clients that can be heard, and the metrics."""
-    found = link.evaluate(w, template)
+    found = link.evaluate(int(state.round), state.w, template)
     if not found:
         return {"objective": np.nan}
     parts = [found[site] for site in sorted(found)]
     values = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *parts)
-    return combined(problem, w, values)
+    return combined(problem, state.w, values)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Question
+from fedsolve.federation import Question, evaluation_key
 from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
 from fedsolve.problem import Problem
 from fedsolve.samples import Samples
@@ -65,7 +65,7 @@ class Share:
             self._protocol = protocol(self._problem, self._algorithm)
             self._seed = jax.random.key_data(jax.random.key(seed))
             w = self._problem.start()
-            one = self._algorithm.init_client(w)
+            one = self._algorithm.init_client(w), self._problem.init_memory()
         self._count = problem.n
         self._states = jax.tree.map(lambda x: np.tile(x, (self._count, *[1] * np.ndim(x))), one)
         self._w, self._w_name = np.asarray(w), START
@@ -90,7 +90,8 @@ class Share:
                 if not self._catch_up(head, arrays):
                     return encode({"status": "behind"}, {})
                 if kind == "evaluate":
-                    values = _evaluate(self._problem, jnp.asarray(self._w))
+                    where = [jnp.int32(_whole(head, name)) for name in ("round", "first")]
+                    values = _evaluate(self._problem, jnp.asarray(self._w), self._seed, *where)
                     return encode({"status": "ok"}, {"values": values})
                 return self._ask(head, arrays)
             except Refused as refused:
@@ -276,8 +277,8 @@ def _run(
 
 
 @eqx.filter_jit
-def _evaluate(problem: Problem, w: Any) -> dict[str, PyTree]:
-    return client_values(problem, w)
+def _evaluate(problem: Problem, w: Any, seed: Any, round: Any, first: Any) -> dict[str, PyTree]:
+    return client_values(problem, w, evaluation_key(seed, round), first)
 
 
 def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:

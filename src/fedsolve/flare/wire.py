@@ -113,7 +113,8 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """Everything that a round can send: its exchanges, its publications, a client's state."""
+    """Everything that a round can send: its exchanges, its publications; a client's state and
+    memory, which stay there."""
 
     exchanges: tuple[Exchange, ...]
     packets: tuple[Packet, ...]
@@ -143,7 +144,7 @@ def protocol(problem: Problem, algorithm: Algorithm) -> Protocol:
     def look(words: Any) -> Any:
         state = State.start(problem, algorithm, jax.random.wrap_key_data(words))
         Listening(problem, state).play(algorithm)
-        return state.w, algorithm.init_client(state.w)
+        return state.w, (algorithm.init_client(state.w), problem.init_memory())
 
     w, client = jax.eval_shape(look, jax.random.key_data(jax.random.key(0)))
     return Protocol(tuple(exchanges), tuple(packets), client, w)
