@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedAvg, FedSGM
+from fedsolve.algorithms import FedADMM, FedAvg, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -37,6 +37,7 @@ from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
 from fedsolve.schedules import Diminishing
 from fedsolve.solving import solve
+from fedsolve.stopping import Reached, Stationary
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
 
@@ -57,6 +58,7 @@ __all__ = [
     "Diminishing",
     "Diverged",
     "Domain",
+    "FedADMM",
     "FedAvg",
     "FedSGM",
     "Federation",
@@ -75,10 +77,12 @@ __all__ = [
     "Participating",
     "Problem",
     "RandK",
+    "Reached",
     "Replies",
     "Run",
     "Simplex",
     "Soft",
+    "Stationary",
     "Statistics",
     "Sweep",
     "Switching",

@@ -22,11 +22,17 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 
-ALGORITHMS: dict[str, Callable] = {"FedAvg": fs.FedAvg, "FedSGM": fs.FedSGM}
+ALGORITHMS: dict[str, Callable] = {
+    "FedADMM": fs.FedADMM,
+    "FedAvg": fs.FedAvg,
+    "FedSGM": fs.FedSGM,
+}
 PROBLEMS: dict[str, Callable] = {
+    "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
 }
+RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
@@ -66,7 +72,7 @@ PARTS: dict[str, Callable] = (
     | PARTICIPATION
     | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
 )
-RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
+RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 SECTIONS = ("title", "problem", "algorithm", "run", "variants")
 
 
@@ -148,6 +154,10 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     if variants.keys() != {""}:
         resolved["variants"] = variants
     options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    if "stop" in run:
+        options["stop"], resolved["run"]["stop"] = _build(
+            _table(run, "stop", "run."), RULES, "run.stop"
+        )
     return Experiment(name, cells, seeds, options, resolved)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
-from fedsolve.problem import Problem
+from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import Run, Sweep
 from fedsolve.simulation import SLOTS, Follow, advance
 from fedsolve.solving import (
@@ -32,6 +32,7 @@ from fedsolve.solving import (
     precision_of,
     spans_of,
 )
+from fedsolve.stopping import Stop, check_stop
 
 
 def sweep(
@@ -43,6 +44,7 @@ def sweep(
     evaluate_every: int = 1,
     precision: str | None = None,
     clients_at_once: int | None = None,
+    stop: Stop | None = None,
     follow: Mapping[str, Any] | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
@@ -52,7 +54,8 @@ def sweep(
     All seeds, and all combinations that differ in numbers only (step sizes, tolerances, β), are one
     compiled program, mapped over algorithm and seed. Values that change the program itself (local
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
-    stop the others; the table says in which round it did. `follow` is as in `solve`.
+    stop the others; the table says in which round it did. A rule `stop` ends each run by itself.
+    `follow` is as in `solve`.
     """
     cells = [
         (settings, changed, seed)
@@ -63,10 +66,11 @@ def sweep(
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
         check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
+    check_stop(stop)
     followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
-        placed = problem.on_device(dtype)
+        placed, rule = problem.on_device(dtype), as_device_array(stop, dtype)
         tuned = [numbers_on_device(changed, dtype) for _, changed, _ in cells]
         programs: dict[Any, list[int]] = {}
         for index, each in enumerate(tuned):
@@ -78,16 +82,23 @@ def sweep(
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
             state, chunks = _start_all(placed, stacked, keys), []
+            stopped = np.zeros(len(members), bool)
             for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
                 state, entries = _advance_all(
-                    placed, stacked, state, padded(now), clients_at_once, followed
+                    placed, stacked, state, padded(now), clients_at_once, rule, stopped, followed
                 )
                 chunks.append(on_host(entries, now))
+                if rule is not None:
+                    stopped = stopped | chunks[-1]["stopped"].any(axis=0)
+                if stopped.all():
+                    break
             history, state = joined(chunks), jax.tree.map(np.asarray, state)
+            ends = np.asarray(history.pop("stopped", np.zeros((0, len(members)), bool)))
             seconds = time.perf_counter() - began
             for row, index in enumerate(members):
                 settings, changed, seed = cells[index]
-                own = {k: v if k == "round" else v[:, row] for k, v in history.items()}
+                done = np.append(np.flatnonzero(ends[:, row]) + 1, len(history["round"]))[0]
+                own = {k: (v if k == "round" else v[:, row])[:done] for k, v in history.items()}
                 last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
                 runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
 
@@ -123,13 +134,18 @@ def _advance_all(
     state: State,
     spans: Any,
     at_once: int | None,
+    rule: Stop | None,
+    stopped: Any,
     follow: Follow,
 ) -> tuple[State, dict[str, Any]]:
-    def one(algorithm: Algorithm, state: State) -> tuple[State, dict[str, Any]]:
-        return advance(problem, algorithm, state, spans, None, at_once, follow)
+    def one(algorithm: Algorithm, state: State, stopped: Any) -> tuple[State, dict[str, Any]]:
+        stopped = False if rule is None else stopped  # then all runs go through the same rounds
+        return advance(problem, algorithm, state, spans, None, at_once, rule, stopped, follow)
 
     # Entries have their slots first, as those of a single run do.
-    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0), out_axes=(0, 1))(algorithms, state)
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0, 0), out_axes=(0, 1))(
+        algorithms, state, stopped
+    )
 
 
 def _combinations(

@@ -33,6 +33,8 @@ def experiment_of(text: str) -> Experiment:
     experiment = resolve("deployed", json.loads(text))
     if len(experiment.cells) != 1 or len(experiment.seeds) != 1:
         raise InvalidInput("A deployment runs one variant with one seed; choose with --set.")
+    if "stop" in experiment.options:
+        raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     return experiment
 
 

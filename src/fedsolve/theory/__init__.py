@@ -1,5 +1,6 @@
-"""Step sizes and bounds from constants, certificates of runs, and diagnostics."""
+"""What the papers' theorems ask for and promise, certificates of runs, and diagnostics."""
 
+from fedsolve.theory import fedadmm
 from fedsolve.theory.certificate import Certificate, certificate
 from fedsolve.theory.estimates import Estimates, estimate
 from fedsolve.theory.fedsgm import fedsgm
@@ -17,6 +18,7 @@ __all__ = [
     "Stationarity",
     "certificate",
     "estimate",
+    "fedadmm",
     "fedsgm",
     "optimum",
     "skewness",
