@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAvg, FedSGM
+from fedsolve.algorithms import FedADMM, FedAvg, FedSGM, IPPConEx, PenaltyFedAvg
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -67,6 +67,7 @@ __all__ = [
     "Float16",
     "Game",
     "Hard",
+    "IPPConEx",
     "Identity",
     "Interrupted",
     "InvalidInput",
@@ -75,6 +76,7 @@ __all__ = [
     "Optimizer",
     "Packet",
     "Participating",
+    "PenaltyFedAvg",
     "Problem",
     "RandK",
     "Reached",

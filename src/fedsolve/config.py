@@ -26,8 +26,11 @@ ALGORITHMS: dict[str, Callable] = {
     "FedADMM": fs.FedADMM,
     "FedAvg": fs.FedAvg,
     "FedSGM": fs.FedSGM,
+    "IPPConEx": fs.IPPConEx,
+    "PenaltyFedAvg": fs.PenaltyFedAvg,
 }
 PROBLEMS: dict[str, Callable] = {
+    "adult": fs.problems.adult,
     "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
@@ -137,13 +140,17 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     check_count("run.rounds", run["rounds"])
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
     cells, resolved = {}, {k: v for k, v in config.items() if k == "title"}
+    problems: dict[str, tuple[fs.Problem, dict[str, Any]]] = {}
     for variant, changes in variants.items():
         if not isinstance(changes, dict):
             raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
         changed = config
         for key, value in changes.items():
             changed = _with(changed, key, value)
-        problem, problem_table = _build(_table(changed, "problem", ""), PROBLEMS, "problem")
+        described = _table(changed, "problem", "")
+        if (known := repr(described)) not in problems:  # variants mostly share one
+            problems[known] = _problem(described)
+        problem, problem_table = problems[known]
         algorithm, algorithm_table = _build(
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm"
         )
@@ -165,6 +172,16 @@ def summary(thing: Callable) -> str:
     """The first sentence of a docstring."""
     text = " ".join((inspect.getdoc(thing) or "").split())
     return text.partition(". ")[0].rstrip(".") + "."
+
+
+def _problem(table: dict[str, Any]) -> tuple[fs.Problem, dict[str, Any]]:
+    """The problem that a table describes; `pooled = true` puts all samples in one place."""
+    pooled = table.get("pooled", False)
+    if not isinstance(pooled, bool):
+        raise InvalidInput(f"problem.pooled must be true or false, got {pooled!r}.")
+    rest = {key: value for key, value in table.items() if key != "pooled"}
+    problem, shown = _build(rest, PROBLEMS, "problem")
+    return (problem.pooled(), shown | {"pooled": True}) if pooled else (problem, shown)
 
 
 def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> tuple[Any, dict]:

@@ -23,7 +23,7 @@ from fedsolve.constraints import Constraint, as_constraint
 from fedsolve.domains import Domain, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.samples import Samples, as_samples, per_client
+from fedsolve.samples import Samples, as_samples, per_client, pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +200,11 @@ class Problem(eqx.Module):
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
+
+    def pooled(self) -> Problem:
+        """The same problem with all samples in one place: centralized training is an algorithm's
+        run on it. f is then the mean over all samples, not over clients."""
+        return self.with_clients(pool(self.samples))
 
     def on_device(self, dtype: Any = None) -> Problem:
         """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""

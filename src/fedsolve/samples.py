@@ -146,6 +146,30 @@ def stack_clients(clients: Sequence[PyTree]) -> Any:
     return {**stacked, "mask": mask} if isinstance(stacked, dict) else Samples(stacked, mask)
 
 
+def pool(samples: Samples) -> Samples:
+    """All clients' samples as those of one client; every leaf has clients and then samples first.
+
+    The one client has a mask, of true only, where there was one: losses may look at it.
+    """
+
+    def join(leaf: Any, mask: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        if leaf.ndim < 2:
+            raise InvalidInput("Only samples can be pooled: an array has one value a client.")
+        rows = leaf.reshape(-1, *leaf.shape[2:]) if mask is None else leaf[np.asarray(mask)]
+        return rows[None]
+
+    mask = samples.mask
+    if isinstance(mask, dict):
+        values = {
+            name: jax.tree.map(lambda leaf, name=name: join(leaf, mask[name]), entry)
+            for name, entry in samples.values.items()
+        }
+    else:
+        values = jax.tree.map(lambda leaf: join(leaf, mask), samples.values)
+    return Samples(values, jax.tree.map(lambda real: join(real, real), mask))
+
+
 def as_samples(clients: PyTree) -> Samples:
     """What the user gave as clients, as samples and mask."""
     if isinstance(clients, Samples):

@@ -1,7 +1,8 @@
 """Ready problems."""
 
+from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.neyman_pearson import neyman_pearson
 from fedsolve.problems.phase_retrieval import phase_retrieval
 from fedsolve.problems.regression import linear_regression
 
-__all__ = ["linear_regression", "neyman_pearson", "phase_retrieval"]
+__all__ = ["adult", "fairness_report", "linear_regression", "neyman_pearson", "phase_retrieval"]
