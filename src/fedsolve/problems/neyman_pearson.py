@@ -29,7 +29,7 @@ def neyman_pearson(
     seed: int = 0,
     batch_size: int | None = None,
     radius: float | None = None,
-    level: float | int = 0.0,
+    level: float | int | None = None,
 ) -> Problem:
     """Breast-cancer classification with the loss on the malignant class held below a tolerance.
 
@@ -48,7 +48,8 @@ def neyman_pearson(
     from sklearn.model_selection import train_test_split
 
     check_count("clients", clients)
-    check_positive("level", level, zero=True)
+    if level is not None:
+        check_positive("level", level)
     every, is_benign = map(np.asarray, load_breast_cancer(return_X_y=True))
     inputs, held_out, benign, held_out_benign = map(
         np.asarray,
@@ -71,7 +72,7 @@ def neyman_pearson(
 
     return Problem(
         objective=majority_loss,
-        constraint=minority_loss if level == 0 else MinorityLossAbove(float(level)),
+        constraint=minority_loss if level is None else MinorityLossAbove(float(level)),
         clients={name: deal(rows) for name, rows in classes.items()},
         params=np.zeros(inputs.shape[1]),
         domain=WholeSpace() if radius is None else Ball(radius),
