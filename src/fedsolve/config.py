@@ -31,6 +31,7 @@ ALGORITHMS: dict[str, Callable] = {
 }
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
+    "cartpole": fs.problems.cartpole,
     "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,

@@ -166,17 +166,10 @@ class Problem(eqx.Module):
 
     # What a problem says for itself where its functions f_j and g_j alone do not say it
 
-    def client(
-        self,
-        samples: Samples,
-        w: Float[Array, " d"],
-        round: Int[Array, ""],
-        index: Int[Array, ""],
-        key: Key[Array, ""],
-        memory: PyTree = None,
-    ) -> Client:
-        """What a client method sees. A problem with clients of its own kind makes them here."""
-        return Client(self, samples, w, round, index, key, memory)
+    def client(self, *seen: Any) -> Client:
+        """What a client method sees, from what `Client` takes after the problem. A problem with
+        clients of its own kind makes them here."""
+        return Client(self, *seen)
 
     def init_memory(self) -> PyTree:
         """What one client remembers before the first round; by default nothing."""
