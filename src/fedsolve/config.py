@@ -27,6 +27,7 @@ ALGORITHMS: dict[str, Callable] = {
     "FedAvg": fs.FedAvg,
     "FedSGM": fs.FedSGM,
     "IPPConEx": fs.IPPConEx,
+    "IncentFedAvg": fs.IncentFedAvg,
     "PenaltyFedAvg": fs.PenaltyFedAvg,
 }
 PROBLEMS: dict[str, Callable] = {
@@ -59,6 +60,7 @@ PARTICIPATION: dict[str, Callable] = {
         fs.participation.BANT,
         fs.participation.FOLB,
         fs.participation.GradientNorm,
+        fs.participation.Strategic,
         fs.participation.Everyone,
         fs.participation.Random,
         fs.participation.Top,

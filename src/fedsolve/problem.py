@@ -8,6 +8,7 @@ meet here and nowhere else.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -290,6 +291,13 @@ class Client:
             return objective()
         which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
         return lax.switch(which, (objective, constraint, blend))
+
+    def restricted(self, count: Any, key: Key[Array, ""]) -> Client:
+        """The same client with only `count` of its samples, drawn without replacement. No others
+        are looked at."""
+        other = copy.copy(self)
+        other._samples = self._samples.subset(key, count)
+        return other
 
     def remember(self, memory: PyTree) -> None:
         """Replaces what this client remembers. Not inside a loop or a branch of the program."""

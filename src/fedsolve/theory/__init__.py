@@ -6,6 +6,13 @@ from fedsolve.theory.estimates import Estimates, estimate
 from fedsolve.theory.fedsgm import fedsgm
 from fedsolve.theory.geometry import Skewness, skewness
 from fedsolve.theory.guarantee import Guarantee
+from fedsolve.theory.incentfedavg import (
+    IncentGuarantee,
+    Participation,
+    convex_dissimilarity,
+    incentfedavg,
+    participation,
+)
 from fedsolve.theory.reference import Optimum, optimum
 from fedsolve.theory.stationarity import Stationarity, stationarity
 
@@ -13,14 +20,19 @@ __all__ = [
     "Certificate",
     "Estimates",
     "Guarantee",
+    "IncentGuarantee",
     "Optimum",
+    "Participation",
     "Skewness",
     "Stationarity",
     "certificate",
+    "convex_dissimilarity",
     "estimate",
     "fedadmm",
     "fedsgm",
+    "incentfedavg",
     "optimum",
+    "participation",
     "skewness",
     "stationarity",
 ]
