@@ -1,9 +1,21 @@
 """Small problems that tests share."""
 
+import os
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fedsolve as fs
+
+DATA = Path(os.environ.get("FEDSOLVE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+def needs_data(name):
+    """Skips a test where the real data set is not on this machine."""
+    there = (DATA / name / f"{name}.npz").is_file()
+    return pytest.mark.skipif(not there, reason=f"needs {name}.npz below FEDSOLVE_DATA")
 
 
 def quadratic(w, data):

@@ -1,5 +1,6 @@
 """The protocol between server and sites, without a network: every loss that a network can cause."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +18,8 @@ SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}
 
 
 def part(problem, first, count):
-    data = {k: v[first : first + count] for k, v in problem.samples.values.items()}
-    return fs.Problem(examples.quadratic, data, problem.params, examples.half_space)
+    own = jax.tree.map(lambda leaf: leaf[first : first + count], problem.samples)
+    return eqx.tree_at(lambda p: p.samples, problem, own)
 
 
 class Wires:
@@ -92,12 +93,14 @@ def test_a_deployment_is_the_simulation(algorithm, tmp_path):
     states = jax.tree.map(
         lambda *leaves: np.concatenate(leaves), *[settled(wires.shares[s], link, s) for s in SITES]
     )
-    for a, b in zip(jax.tree.leaves(states), jax.tree.leaves(expected.state.clients), strict=True):
+    kept = expected.state.clients, expected.state.memory
+    for a, b in zip(jax.tree.leaves(states), jax.tree.leaves(kept), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
 
 
 def settled(share, link, site):
-    """A site's states with the answers that the server used and has not yet told it of."""
+    """A site's states and memories, with the answers that the server used and has not yet told
+    it of."""
     last, used = link.settled.get(site, (-1, []))
     return share._before(99, used if share._round == last else [])
 
@@ -173,6 +176,6 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
     expected = fs.solve(problem, algorithm, rounds=200, precision="float64", arrivals=arrivals)
     np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
     np.testing.assert_allclose(run.average, expected.average, atol=1e-10)
-    residuals = np.concatenate([settled(wires.shares[site], link, site) for site in SITES])
+    residuals = np.concatenate([settled(wires.shares[site], link, site)[0] for site in SITES])
     np.testing.assert_allclose(residuals, expected.state.clients, atol=1e-10)
     assert int(run.state.up.exact()) == expected.history["bytes_up_total"][-1]

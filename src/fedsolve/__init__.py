@@ -8,7 +8,8 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import problems
+from fedsolve import games, problems
+from fedsolve import datasets, partitions
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import FedSGM
 from fedsolve.compression import (
@@ -28,6 +29,7 @@ from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import static
+from fedsolve.games import Game
 from fedsolve.participation import sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
@@ -58,6 +60,7 @@ __all__ = [
     "Float4",
     "Float8",
     "Float16",
+    "Game",
     "Hard",
     "Identity",
     "Interrupted",
@@ -76,6 +79,9 @@ __all__ = [
     "Switching",
     "TopK",
     "WholeSpace",
+    "datasets",
+    "games",
+    "partitions",
     "problems",
     "sample",
     "solve",

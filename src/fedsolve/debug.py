@@ -69,5 +69,5 @@ def advance(
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)
-            entries.append(info | evaluate(problem, state.w))
+            entries.append(info | evaluate(problem, state.w, state.evaluation_key))
     return state, jax.tree.map(lambda *leaves: np.stack(leaves), *entries)

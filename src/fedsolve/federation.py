@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.compression import Packet
 from fedsolve.constraints import Constraint
-from fedsolve.problem import Client, Problem
+from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
 
@@ -76,6 +76,7 @@ class State(eqx.Module):
     w: Float[Array, " d"]  # what every client holds, or will when it is next asked
     server: PyTree
     clients: PyTree  # each client's state, on a leading axis
+    memory: PyTree  # and what it remembers for the problem
     published: Bytes  # all publications so far
     seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
@@ -85,19 +86,33 @@ class State(eqx.Module):
     @classmethod
     def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:
         w, n = problem.start(), problem.n
-        one = algorithm.init_client(w)
+        clients, memory = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
+            (algorithm.init_client(w), problem.init_memory()),
+        )
         return cls(
             round=jnp.int32(0),
             seed=jax.random.key_data(key),
             w=w,
             server=algorithm.init(w),
-            clients=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), one),
+            clients=clients,
+            memory=memory,
             published=Bytes.zero(),
             seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
             down=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
         )
+
+    @property
+    def evaluation_key(self) -> Key[Array, ""]:
+        """For an evaluation after this many rounds."""
+        return evaluation_key(self.seed, self.round)
+
+
+def evaluation_key(seed: UInt32[Array, " words"], round: Any) -> Key[Array, ""]:
+    """A key that no exchange has."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), round), 2**31)
 
 
 class Question:
@@ -113,12 +128,14 @@ class Question:
             np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
         )
 
-    def answer(self, index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
-        """On a client: its next state, and its reply."""
+    def answer(self, index: Any, samples: Samples, both: PyTree) -> tuple[PyTree, PyTree]:
+        """On a client: its next state and memory, and its reply."""
         fed, own = self._fed, jax.random.fold_in(self._key, index)
-        client = Client(fed._problem, samples, fed.w, fed.round, index, own)
+        state, memory = both
+        client = fed._problem.client(samples, fed.w, fed.round, index, own, memory)
         message = () if self.message is None else (self.message,)
-        return self.method(client, state, *message)
+        state, reply = self.method(client, state, *message)
+        return (state, client.memory), reply
 
 
 class Federation:
@@ -131,7 +148,7 @@ class Federation:
         self.exchanges: list[str] = []  # names of the methods asked, in order
         self._problem = problem
         self._state = state
-        self._states = state.clients
+        self._states = state.clients, state.memory
         self._published, self._seen = state.published, state.seen
         self._fault = state.fault
         self._arrivals = arrivals
@@ -181,12 +198,14 @@ class Federation:
         server, info = algorithm.round(self, before.server, jax.random.fold_in(self._key, 0))
         broken = ~jnp.all(jnp.isfinite(self.w)) & (self._fault[0] < 0)
         here = jnp.stack([self.round, -1, -1]).astype(jnp.int32)
+        clients, memory = self._states
         state = State(
             round=before.round + 1,
             seed=before.seed,
             w=self.w,
             server=server,
-            clients=self._states,
+            clients=clients,
+            memory=memory,
             published=self._published,
             seen=self._seen,
             up=before.up + self.up,

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.constraints import Constraint, as_constraint
@@ -148,6 +149,36 @@ class Problem(eqx.Module):
         """f_j(w) on those samples."""
         return self.objective(self.layout.unravel(w), samples)
 
+    # What a problem says for itself where its functions f_j and g_j alone do not say it
+
+    def client(
+        self,
+        samples: Samples,
+        w: Float[Array, " d"],
+        round: Int[Array, ""],
+        index: Int[Array, ""],
+        key: Key[Array, ""],
+        memory: PyTree = None,
+    ) -> Client:
+        """What a client method sees. A problem with clients of its own kind makes them here."""
+        return Client(self, samples, w, round, index, key, memory)
+
+    def init_memory(self) -> PyTree:
+        """What one client remembers before the first round; by default nothing."""
+        return None
+
+    def values(self, w: Float[Array, " d"], samples: Samples, key: Any) -> dict[str, PyTree]:
+        """At an evaluation, for one client: f_j(w) from all of its samples, and what it would send
+        about g. Where they must be drawn, `key` is this evaluation's and this client's own.
+
+        What else is found here (scalars, by name) is averaged over clients for the history.
+        """
+        params = self.layout.unravel(w)
+        found = {"objective": self.objective(params, samples)}
+        if self.constraint is not None:
+            found["constraint"] = self.constraint.measure(params, samples, 1)
+        return found
+
     def with_clients(self, clients: PyTree) -> Problem:
         """The same problem over other clients."""
         objective, constraint = self.given
@@ -165,6 +196,10 @@ class Client:
 
     `grad` and the others use all samples, or a minibatch if the problem has a `batch_size`; give
     each call its own `key` then, or it draws the same samples again.
+
+    `memory` belongs to the problem (`Problem.init_memory`) and not to the algorithm: what the
+    client learns for itself, such as a value network. As the algorithm's state does, it moves if
+    and only if the reply arrived.
     """
 
     def __init__(
@@ -175,11 +210,13 @@ class Client:
         round: Int[Array, ""],
         index: Int[Array, ""],
         key: Key[Array, ""],
+        memory: PyTree = None,
     ):
         self.w = w
         self.round = round
         self.index = index
         self.key = key
+        self.memory = memory
         self._problem = problem
         self._samples = samples
 
@@ -220,6 +257,29 @@ class Client:
     ) -> Float[Array, " d"]:
         """∇g_j(w)."""
         return jax.grad(self.constraint)(w, focus, key)
+
+    def direction(
+        self, w: Float[Array, " d"], sigma: Any, focus: PyTree = None, key: Any = None
+    ) -> Float[Array, " d"]:
+        """(1 − σ)∇f_j(w) + σ∇g_j(w); a gradient of weight 0 is not computed."""
+
+        def objective() -> Float[Array, " d"]:
+            return self.grad(w, key)
+
+        def constraint() -> Float[Array, " d"]:
+            return self.constraint_grad(w, focus, key)
+
+        def blend() -> Float[Array, " d"]:
+            return (1 - sigma) * objective() + sigma * constraint()
+
+        if self.unconstrained:
+            return objective()
+        which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
+        return lax.switch(which, (objective, constraint, blend))
+
+    def remember(self, memory: PyTree) -> None:
+        """Replaces what this client remembers. Not inside a loop or a branch of the program."""
+        self.memory = memory
 
     @property
     def _constraint(self) -> Constraint:

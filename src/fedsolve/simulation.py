@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Arrivals, Federation, Flags, Question, State
@@ -96,28 +96,34 @@ def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> Py
 
 
 def client_values(
-    problem: Problem, w: Float[Array, " d"], at_once: int | None = None
+    problem: Problem,
+    w: Float[Array, " d"],
+    key: Key[Array, ""] | None = None,
+    first: Any = 0,
+    at_once: int | None = None,
 ) -> dict[str, PyTree]:
-    """Each client's objective, and what it would send about the constraint: from all samples."""
-    params = problem.layout.unravel(w)
+    """`problem.values` of each client, where the problem's clients are numbered from `first` on."""
 
-    def look(samples: Samples) -> dict[str, PyTree]:
-        found = {"objective": problem.objective(params, samples)}
-        if problem.constraint is not None:
-            found["constraint"] = problem.constraint.measure(params, samples, 1)
-        return found
+    def look(index: Any, samples: Samples) -> dict[str, PyTree]:
+        own = None if key is None else jax.random.fold_in(key, index)
+        return problem.values(w, samples, own)
 
-    return map_clients(look, (problem.samples,), at_once)
+    return map_clients(look, (first + jnp.arange(problem.n), problem.samples), at_once)
 
 
-def evaluate(problem: Problem, w: Float[Array, " d"], at_once: int | None = None) -> dict[str, Any]:
+def evaluate(
+    problem: Problem,
+    w: Float[Array, " d"],
+    key: Key[Array, ""] | None = None,
+    at_once: int | None = None,
+) -> dict[str, Any]:
     """f and g over all clients, and the metrics, at w."""
-    return combined(problem, w, client_values(problem, w, at_once))
+    return combined(problem, w, client_values(problem, w, key, at_once=at_once))
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
     """f and g from clients' values at w, and the metrics there."""
-    found = {"objective": jnp.mean(values["objective"])}
+    found = {k: jnp.mean(v) for k, v in values.items() if k != "constraint"}
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)
@@ -150,12 +156,16 @@ def advance(
         start, stop, look = span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, stop, body, (state, nothing))
-        found_shapes = jax.eval_shape(lambda w: evaluate(problem, w, at_once), state.w)
+
+        def looked(state: State) -> dict[str, Any]:
+            return evaluate(problem, state.w, state.evaluation_key, at_once)
+
+        found_shapes = jax.eval_shape(looked, state)
         found = lax.cond(
             look > 0,
-            lambda w: evaluate(problem, w, at_once),
-            lambda w: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
-            state.w,
+            looked,
+            lambda _: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
+            state,
         )
         return state, info | found
 

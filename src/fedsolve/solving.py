@@ -224,7 +224,7 @@ def _first_fault(before: State, after: State, entries: History) -> _Fault | None
 
 def _whose(problem: Problem, state: State, quantity: str) -> str:
     """Whose part of the objective or the constraint is not finite."""
-    values = client_values(problem, state.w)[quantity]
+    values = client_values(problem, state.w, state.evaluation_key)[quantity]
     bad = [~np.isfinite(leaf).reshape(problem.n, -1).all(1) for leaf in jax.tree.leaves(values)]
     clients = np.flatnonzero(np.any(bad, axis=0))
     return f"client {clients[0]}'s {quantity}" if len(clients) else f"the {quantity}"

@@ -151,7 +151,7 @@ class FedSGM(Algorithm):
 
         def local_step(step: Any, total: Vector) -> Vector:
             w = client.w - step_size * total
-            return total + self.direction(client, w, sigma, focus, _key(client, step))
+            return total + client.direction(w, sigma, focus, _key(client, step))
 
         total = lax.fori_loop(0, self.local_steps, local_step, jnp.zeros_like(client.w))
         key = _key(client, self.local_steps)
@@ -159,23 +159,6 @@ class FedSGM(Algorithm):
             return None, self.uplink(total, key)
         packet = self.uplink(residual + total, key)
         return residual + total - packet.dense(), packet
-
-    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
-        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w); a gradient of weight 0 is not computed."""
-
-        def objective() -> Vector:
-            return client.grad(w, key)
-
-        def constraint() -> Vector:
-            return client.constraint_grad(w, focus, key)
-
-        def blend() -> Vector:
-            return (1 - sigma) * objective() + sigma * constraint()
-
-        if client.unconstrained:
-            return objective()
-        which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
-        return lax.switch(which, (objective, constraint, blend))
 
 
 def _key(client: Client, step: Any) -> Key[Array, ""]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 import signal
@@ -26,6 +27,7 @@ from fedsolve.runs import Run
 Tell = Callable[[dict[str, Any]], None]
 WAIT = 0.3  # seconds between two looks at a run's progress
 REJOIN = 60.0  # a job runs at least so long before it makes room for a site that is back
+GONE = 60.0  # a job that says nothing for so long is over
 FUTILE = 3  # so many jobs in a row without a single round are enough
 Runs = dict[str, list[Run]]
 
@@ -118,16 +120,14 @@ def supervise(
     on from the checkpoint, once enough sites are there; when a lost site is back, the job makes
     room for one that has it. The server may go away and come back. Returns the last job."""
     fewest, barren, why = sites, 0, ""
+    job = patiently(lambda: admin.running(run), tell)
     while True:
-        here = _gather(admin, fewest, tell)
-        with engine.temporary_folder() as folder:
-            job = _patiently(
-                lambda folder=folder, here=here: admin.submit(
-                    engine.write_job(folder, experiment.resolved, run, sorted(here))
-                ),
-                tell,
-            )
-        tell({"note": f"starting a job with {len(here)} sites"})
+        if job is None:
+            here = sorted(_gather(admin, fewest, tell))
+            with engine.temporary_folder() as folder:
+                path = engine.write_job(folder, experiment.resolved, run, here)
+                job = patiently(lambda path=path: admin.submit(path), tell)
+            tell({"note": f"starting a job with {len(here)} sites"})
         rounds, ended, why = _follow(admin, job, tell, why)
         if ended:
             return job
@@ -136,13 +136,15 @@ def supervise(
         if barren == FUTILE:
             raise InvalidInput(f"{FUTILE} jobs in a row did nothing: {why or 'see the logs'}.")
         tell({"note": "going on with a new job"})
+        job = None
 
 
 def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, bool, str]:
     """Until a job ends: how many rounds it did, whether that was all, and its last complaint."""
     told = rounds = 0
     lost: dict[str, float] = {}
-    began, look_again, over = time.monotonic(), 0.0, False
+    began = heard = time.monotonic()
+    look_again, over = 0.0, False
     while True:
         try:
             if time.monotonic() > look_again:
@@ -152,9 +154,13 @@ def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, b
             news = admin.news(job, told, make_room=bool(back))
         except engine.NoServer as error:
             tell({"note": f"{error} Waiting for it."})
-            _patiently(admin.sites, tell)
-            news, over = [], True  # a server that was away has forgotten its jobs
-        for entry in news:
+            patiently(admin.sites, tell)
+            news = None
+        if news is not None:
+            heard = time.monotonic()
+        elif time.monotonic() > heard + GONE:
+            over = True  # a server that was away says for ever that its old job runs
+        for entry in news or []:
             tell(entry)
             rounds += "round" in entry
             why = entry.get("note", why)
@@ -163,9 +169,9 @@ def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, b
             if "error" in entry:
                 raise InvalidInput(entry["error"])
             if "done" in entry:
-                admin.news(job, told + len(news))
+                admin.news(job, told + len(news or []))
                 return rounds, True, why
-        told += len(news)
+        told += len(news or [])
         if over and not news:
             return rounds, False, why
         time.sleep(0 if news else WAIT)
@@ -175,7 +181,7 @@ def _gather(admin: engine.Admin, fewest: int, tell: Tell) -> list[str]:
     """Waits until that many sites are there, however long it takes, and says so."""
     said = -1
     while True:
-        here = list(_patiently(admin.sites, tell))
+        here = list(patiently(admin.sites, tell))
         if len(here) >= fewest:
             return here
         if len(here) != said:
@@ -184,7 +190,7 @@ def _gather(admin: engine.Admin, fewest: int, tell: Tell) -> list[str]:
         time.sleep(WAIT)
 
 
-def _patiently(command: Callable[[], Any], tell: Tell) -> Any:
+def patiently(command: Callable[[], Any], tell: Tell) -> Any:
     """A command to the server, as soon as it answers."""
     while True:
         try:
@@ -228,16 +234,36 @@ def keep_running(process: subprocess.Popen, log: Path, show: Callable[[str], Non
         engine.stop([process])
 
 
+def check_certificate(kit: Path) -> None:
+    """Says in a sentence if this kit's certificate cannot be used any more, or is another's."""
+    from cryptography import x509
+
+    role = "server" if (kit / "startup/server.crt").exists() else "client"
+    try:
+        data = (kit / "startup" / f"{role}.crt").read_bytes()
+        certificate = x509.load_pem_x509_certificate(data)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{kit} has no certificate that can be read: {error}.") from error
+    end = certificate.not_valid_after_utc
+    if end < datetime.datetime.now(datetime.UTC):
+        raise InvalidInput(
+            f"The certificate of {kit.name} expired on {end:%Y-%m-%d}: make new kits."
+        )
+    name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
+    if name != kit.name:
+        raise InvalidInput(f"This kit is named {kit.name}, but its certificate is that of {name}.")
+
+
 def check_welcome(kit: Path, timeout: float = 8.0) -> None:
     """Says in a sentence why a server would not take this kit; FLARE itself waits silently."""
     startup = kit / "startup"
     try:
-        target = json.loads((startup / "fed_client.json").read_text())["servers"][0]["service"][
-            "target"
-        ]
+        servers = json.loads((startup / "fed_client.json").read_text())["servers"]
+        target = servers[0]["service"]["target"]
     except (OSError, KeyError, IndexError, ValueError) as error:
         raise InvalidInput(f"{kit} is not a site's kit: {error}.") from error
     host, _, port = target.rpartition(":")
+    refused = f"The server at {target} refuses this kit"
     try:
         context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
         context.load_cert_chain(startup / "client.crt", startup / "client.key")
@@ -247,19 +273,19 @@ def check_welcome(kit: Path, timeout: float = 8.0) -> None:
             context.wrap_socket(plain, server_hostname=host) as secure,
         ):
             secure.settimeout(1.0)  # a server that refuses the certificate says so at once
-            try:
+            with contextlib.suppress(TimeoutError):
                 if secure.recv(1) == b"":
-                    raise InvalidInput(f"The server at {target} refuses this kit's certificate.")
-            except TimeoutError:
-                pass
+                    raise InvalidInput(f"{refused}'s certificate.")
     except ssl.SSLCertVerificationError as error:
-        reason = error.verify_message
+        reason = error.verify_message.rstrip(".")
         raise InvalidInput(
             f"The server at {target} is not the one of this kit: {reason}."
         ) from error
     except ssl.SSLError as error:
         reason = (error.reason or "TLS failed").lower().replace("_", " ")
-        raise InvalidInput(f"The server at {target} refuses this kit: {reason}.") from error
+        raise InvalidInput(f"{refused}: {reason}.") from error
+    except TimeoutError as error:
+        raise InvalidInput(f"The server at {target} does not speak TLS.") from error
     except OSError as error:
         raise InvalidInput(f"No server at {target}: {error.strerror or error}.") from error
 

@@ -267,18 +267,31 @@ class Admin:
         """Whether a job has ended, in whatever way."""
         return "FINISHED" in str(self._do(lambda s: s.get_job_meta(job)).get("status"))
 
+    def wait_for_end(self, job: str) -> None:
+        """Until a job that has done its work is put away."""
+        while not self.is_over(job):
+            time.sleep(0.3)
+
     def end(self, job: str) -> None:
         self._do(lambda session: session.abort_job(job))
 
-    def news(self, job: str, since: int, make_room: bool = False) -> list[dict[str, Any]]:
-        """What a running job has told after so many entries; nothing where it does not run."""
+    def running(self, run: str) -> str | None:
+        """The job that a run has now, if any."""
+        waiting = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
+        for job in self._do(lambda session: session.list_jobs()):
+            if job["name"] == run and job["status"] in waiting:
+                return job["job_id"]
+        return None
+
+    def news(self, job: str, since: int, make_room: bool = False) -> list[dict[str, Any]] | None:
+        """What a job has told after so many entries; None where it does not run."""
         try:
             wish = {"since": since, "yield": make_room}
             return self._connect().do_app_command(job, TOPIC, wish)["news"]
         except NoServer:
             raise
         except Exception:
-            return []  # it has not started, or is over: its status tells
+            return None  # it has not started, or is over, or its server was away
 
     def download(self, job: str, folder: Path) -> Path:
         """The results of a job that ended."""
@@ -290,8 +303,8 @@ class Admin:
         lines = [f"site {name}" for name in sorted(alive)]
         for job in self._do(lambda session: session.list_jobs()):
             lines.append(f"job {job['name']}: {job['status']}")
-            news = self.news(job["job_id"], 0) if job["status"] == "RUNNING" else []
-            rounds = [entry for entry in news if "round" in entry]
+            news = self.news(job["job_id"], 0) if job["status"] == "RUNNING" else None
+            rounds = [entry for entry in news or [] if "round" in entry]
             if rounds:
                 last = rounds[-1]
                 answered = ", ".join(last["answered"])

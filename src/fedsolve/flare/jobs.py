@@ -59,12 +59,10 @@ class Site:
     def answer(self, cell: int, data: bytes) -> bytes:
         with self._lock:
             try:
-                share = self._share(cell)
+                return self._share(cell).answer(data)
             except InvalidInput as error:
                 self._trouble = str(error)
-        if self._trouble:
-            return encode({"status": "refused", "reason": self._trouble}, {})
-        return share.answer(data)
+                return encode({"status": "refused", "reason": self._trouble}, {})
 
     def _share(self, cell: int) -> Share:
         """This site's clients in one of the experiment's runs."""
@@ -190,9 +188,7 @@ class Calls:
     def __init__(self, deadline: float, tell: Any):
         self._deadline, self._dead, self._tell = deadline, set(), tell
 
-    def __call__(
-        self, cell: int, messages: dict[str, bytes]
-    ) -> Mapping[str, bytes | Exception]:
+    def __call__(self, cell: int, messages: dict[str, bytes]) -> Mapping[str, bytes | Exception]:
         waiting: dict[str, Any] = {
             site: collab.get_clients([site])(blocking=False, timeout=self._deadline).answer(
                 cell, data

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Packet
@@ -145,9 +145,12 @@ class Link:
             raise TooFew(f"{len(found)} of {len(clients)} clients answered in round {round + 1}")
         return found
 
-    def evaluate(self, w: Any, template: PyTree) -> dict[str, PyTree]:
+    def evaluate(self, round: int, w: Any, template: PyTree) -> dict[str, PyTree]:
         """Every site's values of its own clients at w."""
-        heads = {site: {"kind": "evaluate"} for site in self.roster}
+        heads = {
+            site: {"kind": "evaluate", "round": round, "first": first}
+            for site, (first, _) in self.roster.items()
+        }
         most = self.clients * size_of(template)
         found = {}
         for site, (_, arrays) in self._deliver(heads, {}, w, most).items():
@@ -330,7 +333,7 @@ def serve(
     path = home / "server.safetensors"
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        values_of = jax.eval_shape(lambda: _one_clients_values(placed, placed.start()))
+        values_of = jax.eval_shape(lambda: _one_clients_values(placed, jax.random.key(seed)))
         saved = decode(path.read_bytes(), ANY) if path.exists() else None
         if saved is None:
             link.hello(sites)
@@ -369,7 +372,7 @@ def serve(
                     _save(path, state, link, chunks, time.perf_counter() - began)
             seconds = time.perf_counter() - clock
             answered = link.answered
-            entry = info | _evaluate(placed, state.w, link, values_of)
+            entry = info | _evaluate(placed, state, link, values_of)
             stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], entry)
             new = on_host(stacked, np.asarray([[start, stop, 1]], np.int32))
             chunks = [joined(_same_width([*chunks, new]))]
@@ -401,7 +404,7 @@ def _start(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> S
     )
     everyone = eqx.tree_at(lambda p: p.samples, problem, nobodys)
     state = State.start(everyone, algorithm, jax.random.key(seed))
-    return dataclasses.replace(state, clients=None)
+    return dataclasses.replace(state, clients=None, memory=None)
 
 
 def _shapes(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
@@ -445,15 +448,15 @@ def _save(path: Path, state: State, link: Link, chunks: list[History], seconds: 
     write(path, data)
 
 
-def _one_clients_values(problem: Problem, w: Array) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0], client_values(problem, w))
+def _one_clients_values(problem: Problem, key: Key[Array, ""]) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], client_values(problem, problem.start(), key))
 
 
-def _evaluate(problem: Problem, w: Array, link: Link, template: PyTree) -> dict[str, Any]:
+def _evaluate(problem: Problem, state: State, link: Link, template: PyTree) -> dict[str, Any]:
     """f and g over all clients that can be heard, and the metrics."""
-    found = link.evaluate(w, template)
+    found = link.evaluate(int(state.round), state.w, template)
     if not found:
         return {"objective": np.nan}
     parts = [found[site] for site in sorted(found)]
     values = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *parts)
-    return combined(problem, w, values)
+    return combined(problem, state.w, values)

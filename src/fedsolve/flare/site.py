@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Question
+from fedsolve.federation import Question, evaluation_key
 from fedsolve.flare.wire import (
     Protocol,
     Refused,
@@ -74,8 +74,8 @@ class Share:
             self._algorithm = numbers_on_device(algorithm, dtype)
             self._seed = jax.random.key_data(jax.random.key(seed))
             w = self._problem.start()
-            one = self._algorithm.init_client(w)
-            self._client = jax.eval_shape(self._algorithm.init_client, w)
+            one = self._algorithm.init_client(w), self._problem.init_memory()
+            self._client = jax.eval_shape(lambda: one)
         self._count, self._total = problem.n, 0  # here, and of all sites together (0: not known)
         self._protocol = Protocol((), (), self._client, w)
         self._states = jax.tree.map(lambda x: np.tile(x, (self._count, *[1] * np.ndim(x))), one)
@@ -98,7 +98,8 @@ class Share:
                 if not self._catch_up(head, arrays):
                     return encode({"status": "behind"}, {})
                 if kind == "evaluate":
-                    values = _evaluate(self._problem, jnp.asarray(self._w))
+                    where = [jnp.int32(_whole(head, name)) for name in ("round", "first")]
+                    values = _evaluate(self._problem, jnp.asarray(self._w), self._seed, *where)
                     return encode({"status": "ok"}, {"values": values})
                 return self._ask(head, arrays)
             except Refused as refused:
@@ -297,8 +298,8 @@ def _run(
 
 
 @eqx.filter_jit
-def _evaluate(problem: Problem, w: Any) -> dict[str, PyTree]:
-    return client_values(problem, w)
+def _evaluate(problem: Problem, w: Any, seed: Any, round: Any, first: Any) -> dict[str, PyTree]:
+    return client_values(problem, w, evaluation_key(seed, round), first)
 
 
 def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -115,7 +115,8 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """Everything that a round can send: its exchanges, its publications, a client's state."""
+    """Everything that a round can send: its exchanges, its publications; a client's state and
+    memory, which stay there."""
 
     exchanges: tuple[Exchange, ...]
     packets: tuple[Packet, ...]
@@ -146,7 +147,7 @@ def protocol(problem: Problem, algorithm: Algorithm, clients: int) -> Protocol:
         whole = eqx.tree_at(lambda p: p.samples, problem, samples)
         state = State.start(whole, algorithm, jax.random.wrap_key_data(words))
         Listening(whole, state).play(algorithm)
-        return state.w, algorithm.init_client(state.w)
+        return state.w, (algorithm.init_client(state.w), problem.init_memory())
 
     everyones = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((clients, *x.shape[1:]), x.dtype), problem.samples

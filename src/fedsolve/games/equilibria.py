@@ -1,0 +1,187 @@
+"""Nash equilibria and monotonicity constants of games, in double precision, on the host.
+
+N* is the zero of the natural residual Φ(N) = N − Π[N − F(N)/s] for any positive scales s, since the
+strategy sets are intervals. Newton's method on Φ (semismooth: each player is either at a bound or
+free) solves for all free players at once; where a step does not reduce Φ, extragradient steps,
+which converge for every monotone game, take over for a while. Nothing here is shared with
+Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jax import lax
+from jaxtyping import Float
+
+from fedsolve.errors import InvalidInput
+from fedsolve.games.game import Game, Monotonicity, Profile, in_double
+from fedsolve.games.parts import Players
+
+NEWTON_STEPS = 60
+EXTRAGRADIENT_STEPS = 200
+PROBES_OF_AFFINITY = 3  # points at which the Jacobian of an affine game must be the same
+ROUNDING = 1e-9  # differences of Jacobians, and eigenvalues, that count as none
+
+_pseudogradient = eqx.filter_jit(Game.pseudogradient)
+_jacobian = eqx.filter_jit(Game.jacobian)
+
+
+def monotonicity(game: Game, probes: int, seed: int = 0) -> Monotonicity:
+    """μ_F, the least eigenvalue of the symmetrised Jacobian, and L_F, its greatest singular
+    value."""
+    points = _probes(game, max(probes, PROBES_OF_AFFINITY), seed)
+    with jax.enable_x64(True):
+        placed = in_double(game)
+
+        def look(point: Profile) -> np.ndarray:
+            return np.asarray(_jacobian(placed, jnp.asarray(point)))
+
+        first = look(points[0])
+        negligible = ROUNDING * np.abs(first).max()
+        affine = all(
+            np.abs(look(point) - first).max() <= negligible
+            for point in points[1:PROBES_OF_AFFINITY]
+        )
+        found = [_constants(first)]
+        if not affine:
+            found += [_constants(look(point)) for point in points[1:]]
+    strong, lipschitz = min(f[0] for f in found), max(f[1] for f in found)
+    return Monotonicity(strong, lipschitz, exact=affine, probes=len(points))
+
+
+def _constants(jacobian: np.ndarray) -> tuple[float, float]:
+    size = max(np.abs(jacobian).max(), 1e-300)
+    unit, last = jacobian / size, len(jacobian) - 1  # LAPACK fails on numbers near the smallest
+    least = scipy.linalg.eigvalsh(unit + unit.T, subset_by_index=[0, 0])[0]
+    greatest = scipy.linalg.eigvalsh(unit @ unit.T, subset_by_index=[last, last])[0]
+    return 0.5 * size * float(least), size * float(np.sqrt(max(greatest, 0.0)))
+
+
+def solve_equilibrium(game: Game, tolerance: float, monotone: bool) -> Profile:
+    """N*, or a sentence that says why not."""
+    if monotone:
+        _refuse_if_not_monotone(game)
+    lower, upper = np.asarray(game.lower, float), np.asarray(game.upper, float)
+    with jax.enable_x64(True):
+        placed = in_double(game)
+
+        def slopes(N: Profile) -> Profile:
+            return np.asarray(_pseudogradient(placed, jnp.asarray(N)))
+
+        for start in (0.5 * (lower + upper), lower, lower + 0.01 * (upper - lower)):
+            N, F = start, slopes(start)
+            for _ in range(NEWTON_STEPS):
+                J = np.asarray(_jacobian(placed, jnp.asarray(N)))
+                scales = _scales(F, J, upper - lower)
+
+                def residual(N: Profile, F: Profile, scales: Profile = scales) -> Profile:
+                    return N - np.clip(N - F / scales, lower, upper)
+
+                here = residual(N, F)
+                if np.abs(here).max() <= tolerance * max(1.0, np.abs(N).max()):
+                    return N
+                step, length = _newton_step(N, F, J, scales, lower, upper), 1.0
+                while length > 1e-3:
+                    trial = np.clip(N + length * step, lower, upper)
+                    F = slopes(trial)
+                    if np.linalg.norm(residual(trial, F)) <= (1 - 0.1 * length) * np.linalg.norm(
+                        here
+                    ):
+                        break
+                    length /= 2
+                else:
+                    trial = np.asarray(_extragradient(placed, jnp.asarray(N), jnp.asarray(scales)))
+                    F = slopes(trial)
+                N = trial
+    raise InvalidInput(
+        f"No equilibrium was found in {NEWTON_STEPS} Newton steps from each of three starts. "
+        "A larger regularization makes it easier."
+    )
+
+
+def _scales(F: Profile, J: np.ndarray, width: Profile) -> Profile:
+    """Each player's curvature: with it, Φ_i is how far the player is from its best response."""
+    flat = 1e-6 * (np.abs(F).max() + 1e-300) / max(width.max(), 1.0)
+    return np.maximum(np.maximum(np.abs(np.diagonal(J)), 0.01 * np.abs(J).max(axis=1)), flat)
+
+
+def _probes(game: Game, count: int, seed: int) -> Float[np.ndarray, "probes m"]:
+    """Points of the box: its lowest, and others from near it to anywhere. Payoffs with diminishing
+    returns are curved near the lower bounds and flat in most of the box."""
+    rng = np.random.default_rng(seed)
+    reach = np.geomspace(1e-4, 1.0, count - 1)[:, None]
+    share = np.concatenate(
+        [np.zeros((1, game.players)), reach * rng.uniform(size=(count - 1, game.players))]
+    )
+    lower, upper = np.asarray(game.lower), np.asarray(game.upper)
+    return lower + share * (upper - lower)
+
+
+def _newton_step(
+    N: Profile, F: Profile, J: Any, scales: Profile, lower: Profile, upper: Profile
+) -> Profile:
+    """Players whose best response is at a bound go there; the others solve F = 0 for that."""
+    aim = N - F / scales
+    free = (aim > lower) & (aim < upper)
+    step = np.clip(aim, lower, upper) - N
+    system = J[np.ix_(free, free)] + np.diag(1e-14 * scales[free])
+    wanted = -F[free] - J[np.ix_(free, ~free)] @ step[~free]
+    try:
+        step[free] = np.linalg.solve(system, wanted)
+    except np.linalg.LinAlgError:
+        step[free] = np.linalg.lstsq(system, wanted, rcond=None)[0]
+    return step
+
+
+@eqx.filter_jit
+def _extragradient(game: Game, N: Players, scales: Players) -> Players:
+    """N ← Π[N − tF(Π[N − tF(N)])], with t found by halving (Khobotov's rule)."""
+
+    def move(N: Players, F: Players, t: Any) -> Players:
+        return game.project(N - t * F / scales)
+
+    def step(_: Any, carry: tuple[Players, Any]) -> tuple[Players, Any]:
+        N, t = carry
+        F = game.pseudogradient(N)
+
+        def too_long(t: Any) -> Any:
+            y = move(N, F, t)
+            gap = jnp.linalg.norm((game.pseudogradient(y) - F) / jnp.sqrt(scales))
+            return (t * gap > 0.9 * jnp.linalg.norm((y - N) * jnp.sqrt(scales))) & (t > 1e-12)
+
+        t = lax.while_loop(too_long, lambda t: 0.5 * t, t)
+        return move(N, game.pseudogradient(move(N, F, t)), t), 1.5 * t
+
+    return lax.fori_loop(0, EXTRAGRADIENT_STEPS, step, (N, jnp.ones((), N.dtype)))[0]
+
+
+def _refuse_if_not_monotone(game: Game) -> None:
+    with jax.enable_x64(True):
+        placed, known = in_double(game), np.zeros(())
+        for point in _probes(game, PROBES_OF_AFFINITY + 1, seed=0):
+            jacobian = np.asarray(_jacobian(placed, jnp.asarray(point)))
+            negligible = ROUNDING * max(np.abs(jacobian).max(), 1e-300)
+            if np.abs(jacobian - known).max() <= negligible:
+                continue
+            try:  # a Cholesky factor exists: much cheaper to know than the least eigenvalue
+                shift = negligible * len(jacobian) * np.eye(len(jacobian))
+                np.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift)
+            except np.linalg.LinAlgError:
+                break
+            known = jacobian
+        else:
+            return
+    found = game.monotonicity()
+    more = float(game.regularization) - found.strong
+    raise InvalidInput(
+        "The game is not monotone: its symmetrised Jacobian has the eigenvalue "
+        f"{found.strong:.3g}, so an equilibrium need not exist, be unique or be learned. "
+        f"A regularization of {more:.3g} or more would make it monotone"
+        f"{'' if found.exact else ' (an estimate)'}; monotone=False looks for one anyway."
+    )
