@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -228,7 +229,8 @@ class Admin:
 
         if self._session is None:
             try:
-                self._session = new_secure_session(ADMIN, str(self._kit), timeout=5.0)
+                with contextlib.redirect_stdout(io.StringIO()):  # it prints that it connects
+                    self._session = new_secure_session(ADMIN, str(self._kit), timeout=5.0)
             except Exception as error:
                 raise NoServer(f"No server answers: {error}.") from error
         return self._session
@@ -279,7 +281,7 @@ class Admin:
         """The job that a run has now, if any."""
         waiting = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
         for job in self._do(lambda session: session.list_jobs()):
-            if job["name"] == run and job["status"] in waiting:
+            if job["job_name"] == run and job["status"] in waiting:
                 return job["job_id"]
         return None
 
@@ -302,7 +304,7 @@ class Admin:
         alive = self.sites()
         lines = [f"site {name}" for name in sorted(alive)]
         for job in self._do(lambda session: session.list_jobs()):
-            lines.append(f"job {job['name']}: {job['status']}")
+            lines.append(f"job {job['job_name']}: {job['status']}")
             news = self.news(job["job_id"], 0) if job["status"] == "RUNNING" else None
             rounds = [entry for entry in news or [] if "round" in entry]
             if rounds:
