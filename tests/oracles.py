@@ -88,3 +88,50 @@ def neyman_pearson_clients(majority, minority):
         )
 
     return [client(a, b) for a, b in zip(majority, minority, strict=True)]
+
+
+def fedadmm(
+    gradients,
+    w0,
+    cohorts,
+    k0,
+    lipschitz,
+    penalties,
+    accuracy,
+    decay=0.95,
+    most=3,
+    dual_start="zero",
+):
+    """FedADMM, Algorithm 1 with (15), line by line. `gradients` is a list of ∇f_i.
+
+    Returns the averaged w after each upload, and, of every iteration k = 0, 1, …, what (22) needs:
+    (w, W, Π, ε).
+    """
+    m = len(gradients)
+    alpha, sigma = 1 / m, np.sum(penalties)
+    local = np.tile(w0, (m, 1))
+    pi = np.zeros_like(local)
+    if dual_start == "gradient":
+        pi = np.stack([-alpha * grad(w0) for grad in gradients])
+    z = penalties[:, None] * local + pi
+    eps = np.full(m, float(accuracy))
+    averaged, steps = [], [(z.sum(0) / sigma, local.copy(), pi.copy(), eps.copy())]
+    for cohort in cohorts:
+        w = z.sum(axis=0) / sigma  # (4)
+        for _ in range(k0):
+            for i in cohort:
+                eps[i] *= decay  # (5)
+                v = w.copy()
+                for _ in range(most):  # (6) by (15)
+                    step = alpha * lipschitz[i] * v + penalties[i] * w
+                    step -= alpha * gradients[i](v) + pi[i]
+                    v = step / (alpha * lipschitz[i] + penalties[i])
+                    residual = alpha * gradients[i](v) + pi[i] + penalties[i] * (v - w)
+                    if residual @ residual <= eps[i]:
+                        break
+                local[i] = v
+                pi[i] = pi[i] + penalties[i] * (v - w)  # (7)
+                z[i] = penalties[i] * v + pi[i]  # (8)
+            steps.append((w, local.copy(), pi.copy(), eps.copy()))
+        averaged.append(z.sum(axis=0) / sigma)
+    return np.asarray(averaged), steps

@@ -30,8 +30,25 @@ ALGORITHMS = {
         uplink=fs.Compose(fs.TopK(0.6), fs.Float8()),
         downlink=fs.Float4(),
     ),
+    "FedSGM, who is wanted, drawn and up": fs.FedSGM(
+        0.05,
+        0.1,
+        weighting="FOLB",
+        selection=fs.participation.Top(3),
+        availability=0.7,
+        local_steps=2,
+        uplink=fs.TopK(0.4),
+    ),
+    "FedADMM, Top-K": fs.FedADMM(
+        participants=3, local_iterations=2, penalty=1.0, accuracy=1e-4, uplink=fs.TopK(0.6)
+    ),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+
+
+def number(algorithm):
+    """A number of the algorithm that can be changed without compiling anew."""
+    return "step_size" if hasattr(algorithm, "step_size") else "penalty"
 
 
 def assert_same(one, other, tolerance=0.0):
@@ -89,15 +106,15 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
     problem = fs.Problem(counted, base.samples.values, np.zeros(5), examples.half_space)
     fs.solve(problem, algorithm, rounds=1)
     once = len(traces)
-    assert 0 < once <= 8
+    assert 0 < once <= 12
     fs.solve(problem, algorithm, rounds=257, seed=5)
-    fs.solve(problem, with_field(algorithm, ["step_size"], 0.011), rounds=3)
+    fs.solve(problem, with_field(algorithm, [number(algorithm)], 0.011), rounds=3)
     assert len(traces) == once
 
 
 @every_algorithm
 def test_works_with_one_client(algorithm):
-    alone = with_field(algorithm, ["participants"], None)
+    alone = with_field(with_field(algorithm, ["participants"], None), ["selection"], None)
     run = fs.solve(examples.least_squares(clients=1), alone, rounds=20)
     assert np.isfinite(run.history["objective"]).all()
 
@@ -145,7 +162,7 @@ def test_missing_replies_are_the_same_in_every_runtime(algorithm):
 @every_algorithm
 def test_history_is_finite_and_complete(algorithm):
     history = fs.solve(examples.least_squares(), algorithm, rounds=25).history
-    for name in ("objective", "constraint", "switch", "bytes_up", "bytes_down"):
+    for name in ("objective", "constraint", "bytes_up", "bytes_down"):
         assert history[name].shape == (25,), name
     for name, values in history.items():
         assert isinstance(values, np.ndarray)
@@ -177,12 +194,12 @@ def test_a_saved_state_continues_to_the_same_bits(algorithm):
 
 @every_algorithm
 def test_a_sweep_is_its_runs(algorithm):
-    problem = examples.least_squares()
+    problem, name = examples.least_squares(), number(algorithm)
     swept = fs.sweep(
-        problem, algorithm, rounds=8, seeds=[1, 2], precision="float64", step_size=[0.02, 0.01]
+        problem, algorithm, rounds=8, seeds=[1, 2], precision="float64", **{name: [0.02, 0.01]}
     )
     assert len(swept) == 4
     for run in swept.runs:
-        alone = with_field(algorithm, ["step_size"], run.settings["step_size"])
+        alone = with_field(algorithm, [name], run.settings[name])
         expected = fs.solve(problem, alone, rounds=8, seed=run.seed, precision="float64")
         assert_same(expected, run, 1e-10)

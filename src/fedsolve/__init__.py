@@ -8,10 +8,9 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import games, problems
-from fedsolve import datasets, partitions
+from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedSGM
+from fedsolve.algorithms import FedADMM, FedAvg, FedSGM
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -30,13 +29,15 @@ from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
-from fedsolve.participation import sample
+from fedsolve.local import SGD, Adam, Optimizer
+from fedsolve.participation import Participating, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
 from fedsolve.schedules import Diminishing
 from fedsolve.solving import solve
+from fedsolve.stopping import Reached, Stationary
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
 
@@ -44,6 +45,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSGD",
+    "SGD",
+    "Adam",
     "Algorithm",
     "Ball",
     "Box",
@@ -55,6 +58,8 @@ __all__ = [
     "Diminishing",
     "Diverged",
     "Domain",
+    "FedADMM",
+    "FedAvg",
     "FedSGM",
     "Federation",
     "Float4",
@@ -67,13 +72,17 @@ __all__ = [
     "InvalidInput",
     "Maximum",
     "Mean",
+    "Optimizer",
     "Packet",
+    "Participating",
     "Problem",
     "RandK",
+    "Reached",
     "Replies",
     "Run",
     "Simplex",
     "Soft",
+    "Stationary",
     "Statistics",
     "Sweep",
     "Switching",
@@ -81,6 +90,7 @@ __all__ = [
     "WholeSpace",
     "datasets",
     "games",
+    "participation",
     "partitions",
     "problems",
     "sample",
@@ -88,6 +98,7 @@ __all__ = [
     "stack_clients",
     "static",
     "sweep",
+    "theory",
 ]
 
 

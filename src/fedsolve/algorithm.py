@@ -32,6 +32,10 @@ class Algorithm(eqx.Module):
         """One client's state before the first round; by default it keeps nothing."""
         return None
 
+    def init_participation(self, w: Float[Array, " d"], clients: int) -> PyTree:
+        """What the server remembers of who takes part, of so many clients; see `Participating`."""
+        return None
+
     def round(
         self, fed: Federation, server: PyTree, key: Key[Array, ""]
     ) -> tuple[PyTree, dict[str, Any]]:

@@ -412,3 +412,28 @@ class Compose(Compressor):
         # Second moments multiply: E‖C(v)‖² ≤ (1 + ω₂) E‖C₁(v)‖² ≤ (1 + ω₂)(1 + ω₁)‖v‖².
         inner = self.second.variance(self.first.kept(size))
         return (1 + self.first.variance(size)) * (1 + inner) - 1
+
+
+def no_residual(uplink: Compressor, w: Float[Array, " d"]) -> Float[Array, " d"] | None:
+    """What a client has not sent yet, at first: nothing. None where there never will be any."""
+    return None if uplink.unbiased else jnp.zeros_like(w)
+
+
+def with_feedback(
+    uplink: Compressor, residual: Float[Array, " d"] | None, v: Float[Array, " d"], key: Any
+) -> tuple[Float[Array, " d"] | None, Packet]:
+    """EF14: sends residual + v as far as the compressor lets it, and keeps the rest for later; an
+    unbiased compressor needs none of that. The residual after, and the packet."""
+    if residual is None:
+        return None, uplink(v, key)
+    packet = uplink(residual + v, key)
+    return residual + v - packet.dense(), packet
+
+
+def check_downlink(downlink: Compressor) -> None:
+    """Refuses a downlink that EF21-P cannot use."""
+    if not downlink.contractive:
+        raise InvalidInput(
+            "The downlink must be contractive, as EF21-P needs it: "
+            f"{type(downlink).__name__} is unbiased (RandK(unbiased=False) would do)."
+        )

@@ -23,8 +23,16 @@ import fedsolve as fs
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 
-ALGORITHMS: dict[str, Callable] = {"FedSGM": fs.FedSGM}
-PROBLEMS: dict[str, Callable] = {"neyman_pearson": fs.problems.neyman_pearson}
+ALGORITHMS: dict[str, Callable] = {
+    "FedADMM": fs.FedADMM,
+    "FedAvg": fs.FedAvg,
+    "FedSGM": fs.FedSGM,
+}
+PROBLEMS: dict[str, Callable] = {
+    "linear_regression": fs.problems.linear_regression,
+    "neyman_pearson": fs.problems.neyman_pearson,
+}
+RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
@@ -38,10 +46,33 @@ COMPRESSORS: dict[str, Callable] = {
         fs.Compose,
     )
 }
-PARTS: dict[str, Callable] = COMPRESSORS | {
-    part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing)
+PARTICIPATION: dict[str, Callable] = {
+    part.__name__: part
+    for part in (
+        fs.participation.Uniform,
+        fs.participation.DataSize,
+        fs.participation.PowerOfChoice,
+        fs.participation.BANT,
+        fs.participation.FOLB,
+        fs.participation.GradientNorm,
+        fs.participation.Everyone,
+        fs.participation.Random,
+        fs.participation.Top,
+        fs.participation.Proportional,
+        fs.participation.Cyclic,
+        fs.participation.Bernoulli,
+        fs.participation.Markov,
+        fs.participation.DayNight,
+        fs.participation.Trace,
+        fs.participation.FirstAnswers,
+    )
 }
-RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once")
+PARTS: dict[str, Callable] = (
+    COMPRESSORS
+    | PARTICIPATION
+    | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
+)
+RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 DEPLOY_KEYS = ("deadline", "quorum", "sites")
 SECTIONS = ("title", "problem", "algorithm", "run", "variants", "deploy")
 Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any
@@ -137,6 +168,10 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     if variants.keys() != {""}:
         resolved["variants"] = variants
     options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    if "stop" in run:
+        options["stop"], resolved["run"]["stop"] = _build(
+            _table(run, "stop", "run."), RULES, "run.stop"
+        )
     deploy = _table(config, "deploy", "") if "deploy" in config else {}
     for key, value in deploy.items():
         _known(key, DEPLOY_KEYS, "key", "deploy.")

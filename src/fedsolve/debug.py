@@ -18,6 +18,7 @@ from fedsolve.errors import ClientError
 from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.simulation import evaluate
+from fedsolve.stopping import Stop, wants_gradient
 
 
 class Debug(Federation):
@@ -61,13 +62,21 @@ def advance(
     state: State,
     spans: Int[np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
+    rule: Stop | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """As `simulation.advance`, one operation at a time."""
     entries = []
     with jax.disable_jit():
-        for start, stop, _ in spans:
+        for start, stop, look in spans:
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)
-            entries.append(info | evaluate(problem, state.w, state.evaluation_key))
+            entry = info | evaluate(
+                problem, state.w, state.evaluation_key, gradient=wants_gradient(rule)
+            )
+            if rule is not None:
+                entry["stopped"] = np.asarray(look > 0 and rule(entry), bool)
+            entries.append(entry)
+            if entry.get("stopped"):
+                break
     return state, jax.tree.map(lambda *leaves: np.stack(leaves), *entries)

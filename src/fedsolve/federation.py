@@ -77,6 +77,7 @@ class State(eqx.Module):
     server: PyTree
     clients: PyTree  # each client's state, on a leading axis
     memory: PyTree  # and what it remembers for the problem
+    participation: PyTree  # what the server remembers of who takes part
     published: Bytes  # all publications so far
     seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
@@ -84,9 +85,12 @@ class State(eqx.Module):
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
 
     @classmethod
-    def start(cls, problem: Problem, algorithm: Any, key: Key[Array, ""]) -> State:
-        w, n = problem.start(), problem.n
-        clients, memory = jax.tree.map(
+    def start(
+        cls, problem: Problem, algorithm: Any, key: Key[Array, ""], clients: int | None = None
+    ) -> State:
+        """Before the first round; `clients` where there are not as many as the problem has."""
+        w, n = problem.start(), problem.n if clients is None else clients
+        states, memory = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
             (algorithm.init_client(w), problem.init_memory()),
         )
@@ -95,8 +99,9 @@ class State(eqx.Module):
             seed=jax.random.key_data(key),
             w=w,
             server=algorithm.init(w),
-            clients=clients,
+            clients=states,
             memory=memory,
+            participation=algorithm.init_participation(w, n),
             published=Bytes.zero(),
             seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
@@ -149,6 +154,7 @@ class Federation:
         self._problem = problem
         self._state = state
         self._states = state.clients, state.memory
+        self.participation = state.participation
         self._published, self._seen = state.published, state.seen
         self._fault = state.fault
         self._arrivals = arrivals
@@ -167,6 +173,10 @@ class Federation:
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         """Π_X."""
         return self._problem.project(x)
+
+    def validate(self, w: Float[Array, " d"]) -> Float[Array, ""]:
+        """The objective at w on the data that the server holds."""
+        return self._problem.validate(w)
 
     def ask(
         self, method: Callable, cohort: Cohort, message: PyTree = None, when: Any = True
@@ -206,6 +216,7 @@ class Federation:
             server=server,
             clients=clients,
             memory=memory,
+            participation=self.participation,
             published=self._published,
             seen=self._seen,
             up=before.up + self.up,

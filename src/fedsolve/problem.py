@@ -81,6 +81,8 @@ class Problem(eqx.Module):
     - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
       anew each time; None for all of them. Evaluation always uses all.
     - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
+    - `validation`: data that the server holds, in the form of one client's data, for those who
+      weigh clients by it.
     """
 
     objective: Callable = eqx.field(static=True)
@@ -89,6 +91,7 @@ class Problem(eqx.Module):
     constraint: Constraint | None
     domain: Domain | Callable
     test: PyTree
+    validation: PyTree
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -104,6 +107,7 @@ class Problem(eqx.Module):
         batch_size: int | None = None,
         test: PyTree = None,
         metrics: Mapping[str, Callable] | None = None,
+        validation: PyTree = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)
@@ -121,6 +125,7 @@ class Problem(eqx.Module):
             )
         self.domain = domain
         self.test = test
+        self.validation = validation
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
         self.layout = Layout.of(params)
@@ -148,6 +153,10 @@ class Problem(eqx.Module):
     def value(self, w: Float[Array, " d"], samples: Samples) -> Float[Array, ""]:
         """f_j(w) on those samples."""
         return self.objective(self.layout.unravel(w), samples)
+
+    def validate(self, w: Float[Array, " d"]) -> Float[Array, ""]:
+        """The objective on the data that the server holds."""
+        return self.value(w, Samples(self.validation))
 
     # What a problem says for itself where its functions f_j and g_j alone do not say it
 
@@ -183,6 +192,7 @@ class Problem(eqx.Module):
         """The same problem over other clients."""
         objective, constraint = self.given
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
+        options |= {"validation": self.validation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
 
     def on_device(self, dtype: Any = None) -> Problem:

@@ -49,9 +49,12 @@ class Replies(eqx.Module):
 
         return jax.tree.map(add, self.values, is_leaf=lambda node: isinstance(node, Packet))
 
-    def mean(self) -> PyTree:
-        """The plain mean over those that arrived; zero where none did."""
-        return self.sum(jnp.full(self.arrived.shape, 1.0) / jnp.maximum(self.count, 1))
+    def mean(self, weights: Float[Array, " m"] | None = None) -> PyTree:
+        """The mean over those that arrived, weighted if weights are given; zero where none did."""
+        if weights is None:
+            return self.sum(jnp.full(self.arrived.shape, 1.0) / jnp.maximum(self.count, 1))
+        total = jnp.sum(jnp.where(self.arrived, weights, 0))
+        return self.sum(weights / jnp.where(total > 0, total, 1))
 
     def _weights(self, weights: Float[Array, " m"] | None, dtype: Any) -> Float[Array, " m"]:
         if not jnp.issubdtype(dtype, jnp.floating):

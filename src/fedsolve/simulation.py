@@ -26,6 +26,7 @@ from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
+from fedsolve.stopping import Stop, wants_gradient
 
 SLOTS = 100
 
@@ -101,12 +102,22 @@ def client_values(
     key: Key[Array, ""] | None = None,
     first: Any = 0,
     at_once: int | None = None,
+    gradient: bool = False,
 ) -> dict[str, PyTree]:
-    """`problem.values` of each client, where the problem's clients are numbered from `first` on."""
+    """`problem.values` of each client, where the clients are numbered from `first` on; and
+    the gradient of its objective, if asked for."""
 
     def look(index: Any, samples: Samples) -> dict[str, PyTree]:
         own = None if key is None else jax.random.fold_in(key, index)
-        return problem.values(w, samples, own)
+
+        def values(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
+            found = problem.values(w, samples, own)
+            return found["objective"], found
+
+        if not gradient:
+            return values(w)[1]
+        slope, found = jax.grad(values, has_aux=True)(w)
+        return found | {"gradient": slope}
 
     return map_clients(look, (first + jnp.arange(problem.n), problem.samples), at_once)
 
@@ -116,14 +127,18 @@ def evaluate(
     w: Float[Array, " d"],
     key: Key[Array, ""] | None = None,
     at_once: int | None = None,
+    gradient: bool = False,
 ) -> dict[str, Any]:
-    """f and g over all clients, and the metrics, at w."""
-    return combined(problem, w, client_values(problem, w, key, at_once=at_once))
+    """f (and ‖∇f‖², if asked for) and g over all clients, and the metrics, at w."""
+    values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
+    return combined(problem, w, values)
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
     """f and g from clients' values at w, and the metrics there."""
-    found = {k: jnp.mean(v) for k, v in values.items() if k != "constraint"}
+    found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
+    if "gradient" in values:
+        found["squared_gradient"] = jnp.sum(jnp.mean(values["gradient"], axis=0) ** 2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)
@@ -138,8 +153,11 @@ def advance(
     spans: Int[Array | np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
     at_once: int | None = None,
+    rule: Stop | None = None,
+    stopped: Any = False,
 ) -> tuple[State, dict[str, Any]]:
-    """Span by span, runs rounds from start to stop, and evaluates there if told to."""
+    """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
+    has stopped it, nothing is run any more: entries say `stopped`."""
 
     def step(state: State) -> tuple[State, dict[str, Any]]:
         return Simulation(problem, state, arrivals, at_once).play(algorithm)
@@ -152,24 +170,28 @@ def advance(
     def body(_: Any, carry: tuple) -> tuple:
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
-    def slot(state: State, span: Int[Array, "3"]) -> tuple[State, dict[str, Any]]:
-        start, stop, look = span
+    def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
+        found = evaluate(problem, state.w, state.evaluation_key, at_once, wants_gradient(rule))
+        if rule is not None:
+            found["stopped"] = jnp.asarray(rule(info | found), bool)
+        return found
+
+    def slot(carry: tuple[State, Any], span: Int[Array, "3"]) -> tuple[Any, dict[str, Any]]:
+        (state, stopped), (start, stop, look) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        state, info = lax.fori_loop(start, stop, body, (state, nothing))
-
-        def looked(state: State) -> dict[str, Any]:
-            return evaluate(problem, state.w, state.evaluation_key, at_once)
-
-        found_shapes = jax.eval_shape(looked, state)
+        state, info = lax.fori_loop(start, jnp.where(stopped, start, stop), body, (state, nothing))
+        found_shapes = jax.eval_shape(look_at, state, info)
         found = lax.cond(
-            look > 0,
-            looked,
-            lambda _: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
+            (look > 0) & ~stopped,
+            look_at,
+            lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
             state,
+            info,
         )
-        return state, info | found
+        return (state, stopped | found.get("stopped", False)), info | found
 
-    return lax.scan(slot, state, jnp.asarray(spans))
+    (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
+    return state, entries
 
 
 compiled_start = eqx.filter_jit(State.start)

@@ -28,6 +28,7 @@ from fedsolve.simulation import (
     compiled_advance,
     compiled_start,
 )
+from fedsolve.stopping import Stop, check_stop
 
 Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
@@ -45,9 +46,10 @@ def solve(
     clients_at_once: int | None = None,
     arrivals: Arrivals | None = None,
     resume: State | None = None,
+    stop: Stop | None = None,
     progress: Callable[[int, int, History], None] | None = None,
 ) -> Run:
-    """Runs the algorithm for that many rounds.
+    """Runs the algorithm for that many rounds, or until a rule says that it is enough.
 
     - `evaluate_every`: the objective, the constraint and the metrics are computed over all clients
       after every so many rounds, and after the last.
@@ -56,28 +58,33 @@ def solve(
     - `clients_at_once`: how many clients are computed together; fewer need less memory.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
+    - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
+      name); it is looked at after every evaluation, and `run.rounds` says how many were done.
     - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
     """
     check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once)
+    check_stop(stop)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
     began = time.perf_counter()
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
+        rule = as_device_array(stop, dtype)
         start = compiled_start(placed, tuned, jax.random.key(seed))
         state = start if resume is None else _resumed(resume, start, rounds)
 
-        def advance(state: State, spans: Spans) -> tuple[State, History]:
+        def advance(state: State, spans: Spans) -> tuple[State, History, bool]:
             if runtime == "debug":
-                after, entries = debug.advance(placed, tuned, state, spans, arrivals)
+                after, entries = debug.advance(placed, tuned, state, spans, arrivals, rule)
             else:
                 after, entries = compiled_advance(
-                    placed, tuned, state, padded(spans), arrivals, clients_at_once
+                    placed, tuned, state, padded(spans), arrivals, clients_at_once, rule
                 )
-            return after, on_host(entries, spans)
+            spans, stopped = until_stopped(entries, spans)
+            return after, on_host(entries, spans), stopped
 
         def run(state: State, chunks: list[History]) -> Run:
             seconds = time.perf_counter() - began
@@ -85,7 +92,7 @@ def solve(
 
         def name(fault: _Fault, spans: Spans) -> str:
             if fault.quantity:
-                bad, _ = advance(state, _until(spans, fault.round))
+                bad, _, _ = advance(state, _until(spans, fault.round))
                 what = _whose(placed, bad, fault.quantity)
             elif fault.exchange >= 0:
                 method = _exchange(placed, tuned, state, fault)
@@ -102,14 +109,14 @@ def solve(
             while len(spans):
                 now, rest = _split(spans, budget)
                 chunk_began = time.perf_counter()
-                after, entries = advance(state, now)
+                after, entries, stopped = advance(state, now)
                 if fault := _first_fault(state, after, entries):
                     if len(good := _until(now, fault.good)):
-                        last, entries = advance(state, good)
+                        last, entries, _ = advance(state, good)
                         raise Diverged(name(fault, now), run(last, [*chunks, entries]))
                     raise Diverged(name(fault, now), run(state, chunks))
                 chunks.append(entries)
-                state, spans = after, rest
+                state, spans = after, rest[:0] if stopped else rest
                 kept = state, len(chunks)
                 pace = (now[-1, 1] - now[0, 0]) / max(time.perf_counter() - chunk_began, 1e-9)
                 budget = max(int(SECONDS_A_CHUNK * pace), 1)
@@ -179,6 +186,12 @@ def _split(spans: Spans, budget: int) -> tuple[Spans, Spans]:
         now[-1] = start, last, 0
         rest = np.concatenate([np.asarray([[last, stop, look]], np.int32), rest])
     return now, rest
+
+
+def until_stopped(entries: dict[str, Any], spans: Spans) -> tuple[Spans, bool]:
+    """The spans up to the one after which the rule stopped the run, and whether it did."""
+    stopped = np.flatnonzero(np.asarray(entries.pop("stopped", ()))[: len(spans)])
+    return (spans[: stopped[0] + 1], True) if len(stopped) else (spans, False)
 
 
 def on_host(entries: dict[str, Any], spans: Spans) -> History:

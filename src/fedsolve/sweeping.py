@@ -18,7 +18,7 @@ import numpy as np
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
-from fedsolve.problem import Problem
+from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import Run, Sweep
 from fedsolve.simulation import SLOTS, advance
 from fedsolve.solving import (
@@ -31,6 +31,7 @@ from fedsolve.solving import (
     precision_of,
     spans_of,
 )
+from fedsolve.stopping import Stop, check_stop
 
 
 def sweep(
@@ -42,6 +43,7 @@ def sweep(
     evaluate_every: int = 1,
     precision: str | None = None,
     clients_at_once: int | None = None,
+    stop: Stop | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
     """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or
@@ -50,7 +52,7 @@ def sweep(
     All seeds, and all combinations that differ in numbers only (step sizes, tolerances, β), are one
     compiled program, mapped over algorithm and seed. Values that change the program itself (local
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
-    stop the others; the table says in which round it did.
+    stop the others; the table says in which round it did. A rule `stop` ends each run by itself.
     """
     cells = [
         (settings, changed, seed)
@@ -61,9 +63,10 @@ def sweep(
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
         check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
+    check_stop(stop)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
-        placed = problem.on_device(dtype)
+        placed, rule = problem.on_device(dtype), as_device_array(stop, dtype)
         tuned = [numbers_on_device(changed, dtype) for _, changed, _ in cells]
         programs: dict[Any, list[int]] = {}
         for index, each in enumerate(tuned):
@@ -75,14 +78,23 @@ def sweep(
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
             state, chunks = _start_all(placed, stacked, keys), []
+            stopped = np.zeros(len(members), bool)
             for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
-                state, entries = _advance_all(placed, stacked, state, padded(now), clients_at_once)
+                state, entries = _advance_all(
+                    placed, stacked, state, padded(now), clients_at_once, rule, stopped
+                )
                 chunks.append(on_host(entries, now))
+                if rule is not None:
+                    stopped = stopped | chunks[-1]["stopped"].any(axis=0)
+                if stopped.all():
+                    break
             history, state = joined(chunks), jax.tree.map(np.asarray, state)
+            ends = np.asarray(history.pop("stopped", np.zeros((0, len(members)), bool)))
             seconds = time.perf_counter() - began
             for row, index in enumerate(members):
                 settings, changed, seed = cells[index]
-                own = {k: v if k == "round" else v[:, row] for k, v in history.items()}
+                done = np.append(np.flatnonzero(ends[:, row]) + 1, len(history["round"]))[0]
+                own = {k: (v if k == "round" else v[:, row])[:done] for k, v in history.items()}
                 last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
                 runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
 
@@ -113,13 +125,22 @@ def _start_all(problem: Problem, algorithms: Algorithm, keys: Any) -> State:
 
 @eqx.filter_jit
 def _advance_all(
-    problem: Problem, algorithms: Algorithm, state: State, spans: Any, at_once: int | None
+    problem: Problem,
+    algorithms: Algorithm,
+    state: State,
+    spans: Any,
+    at_once: int | None,
+    rule: Stop | None,
+    stopped: Any,
 ) -> tuple[State, dict[str, Any]]:
-    def one(algorithm: Algorithm, state: State) -> tuple[State, dict[str, Any]]:
-        return advance(problem, algorithm, state, spans, None, at_once)
+    def one(algorithm: Algorithm, state: State, stopped: Any) -> tuple[State, dict[str, Any]]:
+        stopped = False if rule is None else stopped  # then all runs go through the same rounds
+        return advance(problem, algorithm, state, spans, None, at_once, rule, stopped)
 
     # Entries have their slots first, as those of a single run do.
-    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0), out_axes=(0, 1))(algorithms, state)
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0, 0), out_axes=(0, 1))(
+        algorithms, state, stopped
+    )
 
 
 def _combinations(

@@ -11,7 +11,7 @@ Federated Optimization" (OPT 2025), Algorithm 1, is the same with an unbiased up
 | `step_size` | η | |
 | `tolerance` | ε | g(w) ≤ ε counts as feasible |
 | `switching` | σ, β | `Hard()` or `Soft(beta)` |
-| `participants` | m | of n clients, drawn anew each round |
+| `participants` | m | of n clients, drawn anew each round; or see `Participating` |
 | `local_steps` | E | |
 | `uplink` | C_j | EF14 with a biased compressor, none with an unbiased one |
 | `downlink` | C_0 | EF21-P |
@@ -31,13 +31,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Key, PyTree
 
-from fedsolve.algorithm import Algorithm
-from fedsolve.compression import Compressor, Identity, Packet
-from fedsolve.errors import InvalidInput
-from fedsolve.federation import Cohort, Federation
+from fedsolve.compression import (
+    Compressor,
+    Identity,
+    Packet,
+    check_downlink,
+    no_residual,
+    with_feedback,
+)
+from fedsolve.federation import Federation
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -48,8 +52,9 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.participation import sample
-from fedsolve.problem import Client, Problem
+from fedsolve.local import descend
+from fedsolve.participation import Drawn, Participating
+from fedsolve.problem import Client
 from fedsolve.switching import Hard, Switching
 
 Vector = Float[Array, " d"]
@@ -63,7 +68,7 @@ class Server(eqx.Module):
     weight: Float[Array, ""]
 
 
-class FedSGM(Algorithm):
+class FedSGM(Participating):
     """Switching gradients under a functional constraint, with local steps, partial participation
     and compression both ways (Algorithm 1).
 
@@ -76,7 +81,6 @@ class FedSGM(Algorithm):
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     tolerance: Scalar = eqx.field(converter=scalar("tolerance"), default=0.0)
     switching: Switching = Hard()
-    participants: int | None = static(None)
     local_steps: int = static(1)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
@@ -88,17 +92,7 @@ class FedSGM(Algorithm):
         check_positive("step_size", self.step_size)
         check_positive("tolerance", self.tolerance, zero=True)
         check_count("local_steps", self.local_steps)
-        if self.participants is not None:
-            check_count("participants", self.participants)
-        if not self.downlink.contractive:
-            raise InvalidInput(
-                "The downlink must be contractive, as EF21-P needs it: "
-                f"{type(self.downlink).__name__} is unbiased (RandK(unbiased=False) would do)."
-            )
-
-    def check(self, problem: Problem) -> None:
-        if self.participants is not None:
-            check_count("participants", self.participants, most=problem.n)
+        check_downlink(self.downlink)
 
     # On the server
 
@@ -109,8 +103,8 @@ class FedSGM(Algorithm):
         self, fed: Federation, server: Server, key: Key[Array, ""]
     ) -> tuple[Server, dict[str, Any]]:
         to_sample, to_compress = jax.random.split(key)
-        cohort = sample(to_sample, fed.clients, self.participants)
-        sigma, focus, heard, info = self.switch(fed, cohort)
+        drawn = self.draw(fed, to_sample)
+        sigma, focus, heard, info = self.switch(fed, drawn)
 
         # w̄ takes in w_t with weight 1 − σ: a running mean, not a sum that grows
         share = jnp.where(heard, 1 - sigma, 0)
@@ -118,16 +112,18 @@ class FedSGM(Algorithm):
         move = share / jnp.where(weight > 0, weight, 1)
         average = server.average + move * (fed.w - server.average)
 
-        updates = fed.ask(self.improve, cohort, (sigma, focus), when=heard)
-        x = fed.project(server.x - at(self.step_size, fed.round) * updates.mean())
+        when = heard & drawn.available
+        update = fed.ask(self.improve, drawn.cohort, (sigma, focus), when).mean(drawn.weights)
+        x = fed.project(server.x - at(self.step_size, fed.round) * update)
         fed.publish(self.downlink(x - fed.w, to_compress))
-        return Server(x, average, weight), {"cohort": cohort} | info
+        self.learn(fed, update)
+        return Server(x, average, weight), drawn.info | info
 
-    def switch(self, fed: Federation, cohort: Cohort) -> tuple[Any, PyTree, Any, dict[str, Any]]:
+    def switch(self, fed: Federation, drawn: Drawn) -> tuple[Any, PyTree, Any, dict[str, Any]]:
         """σ, what clients must know of g, whether anyone was heard, and notes for the history."""
         if fed.constraint is None:
             return jnp.zeros((), fed.w.dtype), None, True, {}
-        answers = fed.ask(self.measure, cohort)
+        answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
         estimate, focus = fed.constraint.combine(answers)
         sigma = self.switching(estimate - self.tolerance)
         return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
@@ -138,7 +134,7 @@ class FedSGM(Algorithm):
     # On a client
 
     def init_client(self, w: Vector) -> Vector | None:
-        return None if self.uplink.unbiased else jnp.zeros_like(w)
+        return no_residual(self.uplink, w)
 
     def measure(self, client: Client, residual: Vector | None) -> tuple[Vector | None, PyTree]:
         return residual, client.measure(client.w)
@@ -147,19 +143,11 @@ class FedSGM(Algorithm):
         self, client: Client, residual: Vector | None, message: tuple[Any, PyTree]
     ) -> tuple[Vector | None, Packet]:
         sigma, focus = message
+
+        def direction(w: Vector, key: Key[Array, ""]) -> Vector:
+            return client.direction(w, sigma, focus, key)
+
         step_size = at(self.step_size, client.round)
-
-        def local_step(step: Any, total: Vector) -> Vector:
-            w = client.w - step_size * total
-            return total + client.direction(w, sigma, focus, _key(client, step))
-
-        total = lax.fori_loop(0, self.local_steps, local_step, jnp.zeros_like(client.w))
-        key = _key(client, self.local_steps)
-        if residual is None:
-            return None, self.uplink(total, key)
-        packet = self.uplink(residual + total, key)
-        return residual + total - packet.dense(), packet
-
-
-def _key(client: Client, step: Any) -> Key[Array, ""]:
-    return jax.random.fold_in(client.key, step)
+        total = descend(direction, client.w, self.local_steps, client.key, step_size)
+        key = jax.random.fold_in(client.key, self.local_steps)
+        return with_feedback(self.uplink, residual, total, key)

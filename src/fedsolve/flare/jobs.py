@@ -36,7 +36,10 @@ def built(text: str) -> Experiment:
     """The experiment that a job carries, from what this machine's owner allows."""
     owner = os.environ.get(OWNER)
     names = allowed(owners_file(Path(owner))) if owner else []
-    return resolve("deployed", json.loads(text), names)
+    experiment = resolve("deployed", json.loads(text), names)
+    if "stop" in experiment.options:
+        raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
+    return experiment
 
 
 class Site:

@@ -342,10 +342,8 @@ def serve(
             link.restore(saved[0]["link"])
 
             def may_grow(clients: int) -> bool:
-                now, then = (
-                    _shapes(placed, tuned, seed, n).server for n in (clients, link.clients)
-                )
-                return now == then
+                now, then = (_shapes(placed, tuned, seed, n) for n in (clients, link.clients))
+                return (now.server, now.participation) == (then.server, then.participation)
 
             before = link.clients
             state, chunks = _restored(*saved, placed, tuned, seed)
@@ -399,11 +397,7 @@ def saved_run(path: Path, problem: Problem, algorithm: Algorithm, seed: int, pre
 
 def _start(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
     """As in a simulation, but for the clients' states: those are the sites' own."""
-    nobodys = jax.tree.map(
-        lambda x: np.broadcast_to(np.zeros((), x.dtype), (clients, *x.shape[1:])), problem.samples
-    )
-    everyone = eqx.tree_at(lambda p: p.samples, problem, nobodys)
-    state = State.start(everyone, algorithm, jax.random.key(seed))
+    state = State.start(problem, algorithm, jax.random.key(seed), clients)
     return dataclasses.replace(state, clients=None, memory=None)
 
 

@@ -1,5 +1,6 @@
 """Ready problems."""
 
 from fedsolve.problems.neyman_pearson import neyman_pearson
+from fedsolve.problems.regression import linear_regression
 
-__all__ = ["neyman_pearson"]
+__all__ = ["linear_regression", "neyman_pearson"]

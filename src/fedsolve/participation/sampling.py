@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""Uniform draws without replacement."""
 
 from __future__ import annotations
 

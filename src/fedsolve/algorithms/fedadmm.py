@@ -1,0 +1,290 @@
+"""FedADMM: federated learning via inexact ADMM.
+
+Paper: S. Zhou and G. Y. Li, "Federated Learning via Inexact ADMM", Algorithm 1 with the inner
+iteration (15).
+
+    minimise f(w) = Σ α_i f_i(w_i)   subject to   w_i = w,   α_i = 1/m
+
+| here | paper | |
+|---|---|---|
+| `participants` | ρm | or `selection` and `availability` |
+| `local_iterations` | k_0 | iterations between two averagings |
+| `penalty` | σ_i | a number c: σ_i = c α_i r_i; `"theory"`: c = 3 (Theorem 4.1); an array: σ_i |
+| `accuracy` | ε_i^0 | k_0² unless given |
+| `decay` | ν_i | ε_i ← ν_i ε_i in every iteration (5) |
+| `inner_steps` | κ | at most so many steps (15); None: until the residual (6) is small enough |
+| `lipschitz` | r_i | of ∇f_i; estimated by power iteration where not given |
+| `dual_start` | π_i^0 | `"zero"` as in the experiments, `"gradient"`: −α_i ∇f_i(w^0), Algorithm 1 |
+| `dual` | π_i | kept by client i |
+| `sent` | z_i | σ_i w_i + π_i, as the server has it |
+| `total`, `penalties` | Σ z_i, σ = Σ σ_i | kept by the server: its memory does not grow with m |
+
+A round is k_0 iterations of the participants, and then the averaging (4) of all clients' last z_i.
+So w after a round is an averaged one, and the number of rounds is the number of averagings. (The
+averaging of the z_i^0 belongs to the start: it gives w^0 itself where π_i^0 = 0.)
+
+All iterations of a round begin at the same w (v^0 = w in (15)), so ∇f_i(w) is computed once. After
+one step the residual (6) is α_i(∇f_i(v) − ∇f_i(w)) − α_i r_i (v − w), of norm at most
+2 α_i r_i ‖v − w‖: where already this is below ε_i, (6) holds and the gradient at v is not needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from fedsolve.compression import Compressor, Identity, Packet
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import Federation
+from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
+from fedsolve.participation import Participating
+from fedsolve.problem import Client, Problem
+
+Vector = Float[Array, " d"]
+Number = Float[Array, ""]
+Numbers = Float[Array, " m"] | Float[np.ndarray, " m"]
+Count = Int[Array, ""] | Int[np.ndarray, ""]
+ENOUGH = 1000  # inner steps after which even an adaptive client goes on
+
+
+class Server(eqx.Module):
+    """Σ z_i and Σ σ_i over the clients that were heard, and how many those are."""
+
+    total: Vector
+    penalties: Number
+    joined: Int[Array, ""]
+
+
+class Local(eqx.Module):
+    """What a client keeps; its σ_i is 0 until the server has heard of it."""
+
+    dual: Vector  # π_i
+    sent: Vector  # z_i, as the server has it
+    accuracy: Number  # ε_i
+    share: Number  # α_i
+    smoothness: Number  # α_i r_i
+    penalty: Number  # σ_i
+
+
+class FedADMM(Participating):
+    """Inexact ADMM with few averagings and partial participation (Algorithm 1).
+
+    Every round the participants go through k_0 iterations of their augmented Lagrangian and its
+    dual; the server averages z_i = σ_i w_i + π_i over all clients, absent ones with their last.
+    With a compressed uplink a client sends C(z_i − ẑ_i), where ẑ_i is what the server has of z_i:
+    what is left out now is sent later.
+
+    Participants as in `Participating`: `selection=Cyclic(count)` is Scheme 4.1,
+    `availability=FirstAnswers(count)` takes the first m_0 answers. f is the plain mean over
+    clients, so weights say who is drawn and not what a client counts.
+    """
+
+    local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
+    penalty: Scalar | Numbers = eqx.field(converter=lambda x: _penalty(x), default=0.2)
+    accuracy: Scalar | None = None
+    decay: Scalar = eqx.field(converter=scalar("decay"), default=0.95)
+    inner_steps: int | None = static(3)
+    lipschitz: Scalar | Numbers | None = eqx.field(converter=lambda x: _array(x), default=None)
+    power_steps: int = static(30)
+    dual_start: str = static("zero")
+    uplink: Compressor = Identity()
+
+    def __check_init__(self):
+        check_kind("uplink", self.uplink, Compressor)
+        check_count("power_steps", self.power_steps)
+        check_positive("penalty", self.penalty)
+        check_positive("decay", self.decay)
+        if self.accuracy is not None:
+            check_positive("accuracy", self.accuracy)
+        if self.inner_steps is not None:
+            check_count("inner_steps", self.inner_steps)
+        if self.lipschitz is not None:
+            check_positive("lipschitz", self.lipschitz)
+        if self.dual_start not in ("zero", "gradient"):
+            raise InvalidInput(f'dual_start must be "zero" or "gradient", got {self.dual_start!r}.')
+        if not self.uplink.contractive:
+            raise InvalidInput(
+                "The uplink must be contractive, as error feedback on z_i needs it: "
+                f"{type(self.uplink).__name__} is unbiased (RandK(unbiased=False) would do)."
+            )
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        for name in ("penalty", "lipschitz"):
+            if np.ndim(values := getattr(self, name)) and len(values) != problem.n:
+                raise InvalidInput(
+                    f"{name} has {len(values)} numbers, but there are {problem.n} clients."
+                )
+
+    # On the server
+
+    def init(self, w: Vector) -> Server:
+        return Server(jnp.zeros_like(w), jnp.zeros((), w.dtype), jnp.int32(0))
+
+    def round(
+        self, fed: Federation, server: Server, key: Key[Array, ""]
+    ) -> tuple[Server, dict[str, Any]]:
+        server, before = self.welcome(fed, server), fed.w
+        drawn = self.draw(fed, key)
+        changes = fed.ask(self.improve, drawn.cohort, when=drawn.available)
+        server = Server(server.total + changes.sum(), server.penalties, server.joined)
+        self.publish(fed, server)
+        self.learn(fed, before - fed.w)
+        return server, drawn.info
+
+    def welcome(self, fed: Federation, server: Server) -> Server:
+        """Everyone's σ_i and z_i^0 before the first iteration; again while some were not heard."""
+        missing = server.joined < fed.clients
+        share = jnp.asarray(1 / fed.clients, fed.w.dtype)
+        everyone = np.arange(fed.clients, dtype=np.int32)
+        penalties, duals, fresh = fed.ask(self.begin, everyone, share, when=missing).sum()
+        total = server.total + penalties * fed.w + (0 if duals is None else duals)
+        joined = server.joined + jnp.asarray(fresh, jnp.int32)
+        server = Server(total, server.penalties + penalties, joined)
+        if self.dual_start == "gradient":
+            self.publish(fed, server, missing)
+        return server
+
+    def publish(self, fed: Federation, server: Server, when: Any = True) -> None:
+        """The averaging (4): w = (1/σ) Σ z_i, in X."""
+        heard = server.penalties > 0
+        w = fed.project(server.total / jnp.where(heard, server.penalties, 1))
+        fed.publish(Identity()(jnp.where(heard, w - fed.w, 0)), when=when)
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Local:
+        nothing, none = jnp.zeros_like(w), jnp.zeros((), w.dtype)
+        return Local(nothing, nothing, none, none, none, none)
+
+    def begin(self, client: Client, state: Local, share: Number) -> tuple[Local, Any]:
+        """σ_i, π_i^0 (where it is not 0), and whether this client is new."""
+        smoothness = share * self.smooth(client)
+        given = jnp.asarray(self.penalty, client.w.dtype)
+        penalty = given[client.index] if given.ndim else given * smoothness
+        dual = jnp.zeros_like(client.w)
+        if self.dual_start == "gradient":
+            dual = -share * client.grad(client.w)
+        accuracy = self.local_iterations**2 if self.accuracy is None else self.accuracy
+        accuracy = jnp.asarray(accuracy, dual.dtype)
+        started = Local(dual, penalty * client.w + dual, accuracy, share, smoothness, penalty)
+        new = state.penalty == 0
+        moved = jax.tree.map(lambda now, old: jnp.where(new, now, old), started, state)
+        sends_dual = jnp.where(new, dual, 0) if self.dual_start == "gradient" else None
+        return moved, (jnp.where(new, penalty, 0), sends_dual, new)
+
+    def smooth(self, client: Client) -> Number:
+        """r_i: the largest |eigenvalue| of the Hessian at w, unless it is given."""
+        if self.lipschitz is not None:
+            given = jnp.asarray(self.lipschitz, client.w.dtype)
+            return given[client.index] if given.ndim else given
+
+        def power(_: Any, carry: tuple[Vector, Number]) -> tuple[Vector, Number]:
+            product = jax.jvp(client.grad, (client.w,), (carry[0],))[1]
+            size = jnp.linalg.norm(product)
+            return product / jnp.where(size > 0, size, 1), size
+
+        start = jax.random.normal(client.key, client.w.shape, client.w.dtype)
+        start = start / jnp.linalg.norm(start), jnp.zeros((), client.w.dtype)
+        size = lax.fori_loop(0, self.power_steps, power, start)[1]
+        return jnp.where(size > 0, size, 1)  # a client whose f_i is linear
+
+    def improve(self, client: Client, state: Local) -> tuple[Local, Packet]:
+        """k_0 iterations (5)-(8); sends how z_i moved."""
+        slope = client.grad(client.w)
+        penalty = jnp.where(state.penalty > 0, state.penalty, 1)
+
+        def iterate(k: Any, carry: tuple) -> tuple[Vector, Vector, Number]:
+            dual, _, accuracy = carry
+            accuracy = self.decay * accuracy
+            local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
+            return dual + penalty * (local - client.w), local, accuracy
+
+        start = state.dual, client.w, state.accuracy
+        dual, local, accuracy = lax.fori_loop(0, self.local_iterations, iterate, start)
+        joined = state.penalty > 0  # otherwise the server does not count this client yet
+        change = jnp.where(joined, penalty * local + dual - state.sent, 0)
+        packet = self.uplink(change, jax.random.fold_in(client.key, 0))
+        moved = Local(
+            dual=jnp.where(joined, dual, state.dual),
+            sent=state.sent + packet.dense(),
+            accuracy=accuracy,
+            share=state.share,
+            smoothness=state.smoothness,
+            penalty=state.penalty,
+        )
+        return moved, packet
+
+    def minimise(
+        self,
+        client: Client,
+        state: Local,
+        penalty: Number,
+        dual: Vector,
+        accuracy: Number,
+        slope: Vector,
+        k: Any,
+    ) -> Vector:
+        """w_i with (6), by (15) from v = w."""
+        w, curvature = client.w, state.smoothness + penalty
+        key = jax.random.fold_in(client.key, k + 1)
+
+        def step(v: Vector, residual: Vector) -> Vector:  # (15), in terms of (6)
+            return v - residual / curvature
+
+        first = state.share * slope + dual
+        v = step(w, first)
+        if self.inner_steps == 1:
+            return v
+        bound = 2 * state.smoothness * jnp.linalg.norm(v - w)
+        if self.inner_steps is None:
+            most = _enough(jnp.linalg.norm(first), accuracy, state.smoothness, penalty)
+        else:
+            most = self.inner_steps
+
+        def unfinished(carry: tuple) -> Any:
+            _, steps, accepted = carry
+            return ~accepted & (steps < most)
+
+        def check(carry: tuple) -> tuple:
+            v, steps, _ = carry
+            slope = client.grad(v, jax.random.fold_in(key, steps))
+            residual = state.share * slope + dual + penalty * (v - w)
+            accepted = jnp.sum(residual**2) <= accuracy
+            return jnp.where(accepted, v, step(v, residual)), steps + 1, accepted
+
+        carry = v, jnp.int32(1), bound**2 <= accuracy
+        return lax.while_loop(unfinished, check, carry)[0]
+
+
+def _enough(residual: Number, accuracy: Number, smoothness: Number, penalty: Number) -> Any:
+    """Steps (15) that reach (6) for a convex f_i: each brings v nearer to the minimiser by a factor
+    α_i r_i / (α_i r_i + σ_i), and it is at most ‖residual‖ / σ_i away at first."""
+    curvature = smoothness + penalty
+    far = curvature * residual / (penalty * jnp.sqrt(accuracy))
+    steps = jnp.ceil(jnp.log(far) / jnp.log(curvature / smoothness))
+    return jnp.clip(jnp.nan_to_num(steps, nan=ENOUGH), 1, ENOUGH).astype(jnp.int32)
+
+
+def _count(value: Any) -> Any:
+    """k_0 as an array: another one is no new compilation."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return value
+    check_count("local_iterations", value)
+    return np.asarray(value, np.int32)
+
+
+def _penalty(value: Any) -> Any:
+    if isinstance(value, str) and value == "theory":
+        return 3.0
+    return _array(value) if np.ndim(value) else scalar("penalty")(value)
+
+
+def _array(value: Any) -> Any:
+    return np.asarray(value, float) if isinstance(value, list | tuple) else value

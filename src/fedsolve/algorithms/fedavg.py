@@ -1,0 +1,99 @@
+"""FedAvg: federated averaging, with any selection of clients, local optimiser and compression.
+
+Paper: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
+(2017), Algorithm 1.
+
+    minimise f(w) = (1/n) Σ f_j(w),   w in X
+
+| here | paper | |
+|---|---|---|
+| `step_size` | η | local; with a `local_optimizer`, the server's (1: plain averaging) |
+| `participants` | C·K | or `weighting` and `selection` |
+| `local_steps` | E·n_k/B | minibatches are the problem's `batch_size` |
+| `weighting` | n_k/n | `DataSize` is the paper's; by default all count the same |
+
+It is FedSGM without a constraint, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Key
+
+from fedsolve.compression import (
+    Compressor,
+    Identity,
+    Packet,
+    check_downlink,
+    no_residual,
+    with_feedback,
+)
+from fedsolve.federation import Federation
+from fedsolve.fields import (
+    Scalar,
+    Schedule,
+    at,
+    check_count,
+    check_kind,
+    check_positive,
+    scalar,
+    static,
+)
+from fedsolve.local import Optimizer, descend, optimizer_field
+from fedsolve.participation import Participating
+from fedsolve.problem import Client
+
+Vector = Float[Array, " d"]
+
+
+class FedAvg(Participating):
+    """Federated averaging: participants take local steps from w and send what they moved; the
+    server moves w by the (weighted) mean of that.
+
+    Compression is as in FedSGM: error feedback on a biased uplink, EF21-P on the downlink.
+    """
+
+    step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
+    local_steps: int = static(1)
+    local_optimizer: Optimizer | None = optimizer_field()
+    uplink: Compressor = Identity()
+    downlink: Compressor = Identity()
+
+    def __check_init__(self):
+        check_kind("uplink", self.uplink, Compressor)
+        check_kind("downlink", self.downlink, Compressor)
+        check_positive("step_size", self.step_size)
+        check_count("local_steps", self.local_steps)
+        check_downlink(self.downlink)
+
+    # On the server
+
+    def init(self, w: Vector) -> Vector:
+        return w
+
+    def round(
+        self, fed: Federation, server: Vector, key: Key[Array, ""]
+    ) -> tuple[Vector, dict[str, Any]]:
+        to_sample, to_compress = jax.random.split(key)
+        drawn = self.draw(fed, to_sample)
+        update = fed.ask(self.improve, drawn.cohort, when=drawn.available).mean(drawn.weights)
+        x = fed.project(server - at(self.step_size, fed.round) * update)
+        fed.publish(self.downlink(x - fed.w, to_compress))
+        self.learn(fed, update)
+        return x, drawn.info
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Vector | None:
+        return no_residual(self.uplink, w)
+
+    def improve(self, client: Client, residual: Vector | None) -> tuple[Vector | None, Packet]:
+        step_size = at(self.step_size, client.round)
+        total = descend(
+            client.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+        )
+        key = jax.random.fold_in(client.key, self.local_steps)
+        return with_feedback(self.uplink, residual, total, key)
