@@ -10,8 +10,9 @@ import examples
 import fedsolve as fs
 from fedsolve.flare.server import Link, TooFew, serve
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import encode
+from fedsolve.flare.wire import decode, encode
 from fedsolve.solving import numbers_on_device, precision_of
+from fedsolve.sweeping import with_field
 from test_conformance import ALGORITHMS
 
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}
@@ -103,6 +104,77 @@ def settled(share, link, site):
     it of."""
     last, used = link.settled.get(site, (-1, []))
     return share._before(99, used if share._round == last else [])
+
+
+def test_replies_that_do_not_belong_are_refused(tmp_path):
+    """Of another round, of a site that was not asked, of a wrong shape, not finite, not even bytes:
+    noted with the site's name, counted as missing, and the run goes on."""
+    problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
+    sound = Wires(problem, algorithm, tmp_path)
+    old, tampered = {}, []
+
+    def tamper(messages):
+        found = dict(sound(messages))
+        for site, data in found.items():
+            head, arrays = decode(data, 10_000)
+            if "round" not in head:
+                continue
+            known = old.setdefault(head["exchange"], {}).setdefault(site, data)
+            names = list(arrays)
+            wrong = {
+                "site-1": known,
+                "site-2": encode(head, {"reply": [v[:, None] for v in arrays.values()]}),
+                "site-3": encode(head, {"reply": [np.full_like(arrays[n], np.nan) for n in names]}),
+            }
+            if head["round"] == 2 and site in wrong:
+                found[site] = wrong[site]
+                tampered.append(site)
+        if tampered and "stranger" not in found:
+            found["stranger"] = b"let me in"
+        return found
+
+    notes = []
+    everyone = with_field(algorithm, ["participants"], None)
+    sound.algorithm = everyone
+    for site in SITES:
+        sound.start(site)
+    run, _ = deploy(problem, everyone, tamper, tmp_path / "server", 6, log=notes)
+    assert run.rounds == 6
+    assert np.isfinite(run.history["objective"]).all()
+    for site, reason in [
+        ("site-1", "it is for another round"),
+        ("site-2", "reply.0 is float64"),
+        ("site-3", "is not finite"),
+        ("stranger", "it was not asked"),
+    ]:
+        assert any(note.startswith(site) and reason in note for note in notes), (site, notes)
+
+
+def test_new_sites_and_quorums(tmp_path):
+    """A run that began with two sites goes on with four, and stops below its quorum."""
+    problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
+    everyone = with_field(algorithm, ["participants"], None)
+    wires = Wires(problem, everyone, tmp_path)
+    home, early = tmp_path / "server", ["site-1", "site-2"]
+    home.mkdir()
+    with precision_of("float64") as dtype:
+        placed, tuned = problem.on_device(dtype), numbers_on_device(everyone, dtype)
+
+    def serve_with(sites, rounds, quorum=0.0):
+        link = Link(wires, placed, tuned, lambda text: None, quorum)
+        return serve(link, sites, problem, everyone, rounds, 0, home, precision="float64")
+
+    run = serve_with(early, 3)
+    assert run.history["cohort"].shape == (3, 3)
+    wires.lose = lambda site, number: "question lost" if site in early else ""
+    wires.spare = 2 * len(SITES)
+    with pytest.raises(TooFew, match="3 of 6 clients answered in round 4"):
+        serve_with(list(SITES), 6, quorum=0.6)
+    wires.lose = lambda site, number: ""
+    run = serve_with(list(SITES), 6, quorum=0.6)
+    assert run.history["cohort"].shape == (6, 6)
+    assert (run.history["cohort"][:3, 3:] == -1).all()
+    assert (run.history["cohort"][3:] == np.arange(6)).all()
 
 
 class Crash(Exception):

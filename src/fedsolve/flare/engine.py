@@ -112,6 +112,9 @@ def _prepare(kit: Path) -> None:
     logging = json.loads((local / "log_config.json.default").read_text())
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
+    # The administrator may ask a job for news before it can answer: no error.
+    quiet = "nvflare.private.fed.server.server_commands.AppCommandProcessor"
+    logging.setdefault("loggers", {})[quiet] = {"level": "CRITICAL"}
     (local / "log_config.json").write_text(json.dumps(logging, indent=1))
 
 
