@@ -1,7 +1,10 @@
-"""The algorithms, one file each."""
+"""Federated algorithms, one file each."""
 
+from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.fedadmm import FedADMM
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.fedsgm import FedSGM
+from fedsolve.algorithms.incentfedavg import IncentFedAvg
+from fedsolve.algorithms.penalty import PenaltyFedAvg
 
-__all__ = ["FedADMM", "FedAvg", "FedSGM"]
+__all__ = ["FedADMM", "FedAvg", "FedSGM", "IPPConEx", "IncentFedAvg", "PenaltyFedAvg"]

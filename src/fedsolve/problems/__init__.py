@@ -1,6 +1,8 @@
 """Ready problems."""
 
+from fedsolve.problems.cartpole import cartpole
+from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.neyman_pearson import neyman_pearson
 from fedsolve.problems.regression import linear_regression
 
-__all__ = ["linear_regression", "neyman_pearson"]
+__all__ = ["adult", "cartpole", "fairness_report", "linear_regression", "neyman_pearson"]
