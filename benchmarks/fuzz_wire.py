@@ -9,9 +9,11 @@ Says how many were taken and refused, the slowest, and how much memory they took
 from __future__ import annotations
 
 import argparse
+import importlib
 import resource
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +80,11 @@ def by_chance(count: int) -> None:
 
 
 def guided(count: int) -> None:
-    import atheris  # pyright: ignore[reportMissingImports]
-
+    atheris: Any = importlib.import_module("atheris")
     atheris.instrument_func(decode)
     atheris.instrument_func(take)
     words = [sys.argv[0], f"-runs={count}", "-max_len=4096", "-rss_limit_mb=4096", "-timeout=5"]
-    atheris.Setup(words, lambda data: read(bytes(data)))
+    atheris.Setup(words, lambda data: read(bytes(data)) and None)
     atheris.Fuzz()
 
 
