@@ -36,6 +36,7 @@ PROBLEMS: dict[str, Callable] = {
     "cartpole": fs.problems.cartpole,
     "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
+    "phase_retrieval": fs.problems.phase_retrieval,
 }
 RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
