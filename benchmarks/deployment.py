@@ -75,7 +75,7 @@ class Timing(jobs.Coordinator):
             times = []
             for _ in range(experiment.options["rounds"]):
                 began = time.perf_counter()
-                waiting = [
+                waiting: list[Any] = [
                     collab.get_clients([c.name])(blocking=False, timeout=60.0).echo(data)
                     for c in collab.clients
                 ]
