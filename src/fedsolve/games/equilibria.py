@@ -171,7 +171,7 @@ def _refuse_if_not_monotone(game: Game) -> None:
                 continue
             try:  # a Cholesky factor exists: much cheaper to know than the least eigenvalue
                 shift = negligible * len(jacobian) * np.eye(len(jacobian))
-                np.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift)
+                scipy.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift, check_finite=False)
             except np.linalg.LinAlgError:
                 break
             known = jacobian

@@ -4,6 +4,7 @@ from fedsolve.problems.cartpole import cartpole
 from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.images import discovery_game, images
 from fedsolve.problems.neyman_pearson import neyman_pearson
+from fedsolve.problems.phase_retrieval import phase_retrieval
 from fedsolve.problems.regression import linear_regression
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "images",
     "linear_regression",
     "neyman_pearson",
+    "phase_retrieval",
 ]
