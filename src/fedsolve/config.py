@@ -24,13 +24,17 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 
 ALGORITHMS: dict[str, Callable] = {
+    "F3AST": fs.F3AST,
     "FedADMM": fs.FedADMM,
     "FedAvg": fs.FedAvg,
+    "FedDyn": fs.FedDyn,
     "FedSGM": fs.FedSGM,
     "IPPConEx": fs.IPPConEx,
     "IncentFedAvg": fs.IncentFedAvg,
+    "MOON": fs.MOON,
     "PPBC": fs.PPBC,
     "PenaltyFedAvg": fs.PenaltyFedAvg,
+    "SCAFFOLD": fs.SCAFFOLD,
 }
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
