@@ -10,7 +10,19 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAvg, FedSGM, IPPConEx, PenaltyFedAvg
+from fedsolve.algorithms import (
+    F3AST,
+    MOON,
+    SCAFFOLD,
+    FedDyn,
+    PPBC,
+    FedADMM,
+    FedAvg,
+    FedSGM,
+    IncentFedAvg,
+    IPPConEx,
+    PenaltyFedAvg,
+)
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -30,7 +42,7 @@ from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local import SGD, Adam, Optimizer
-from fedsolve.participation import Participating, sample
+from fedsolve.participation import Participating, Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -44,7 +56,11 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "F3AST",
+    "MOON",
+    "PPBC",
     "QSGD",
+    "SCAFFOLD",
     "SGD",
     "Adam",
     "Algorithm",
@@ -60,6 +76,7 @@ __all__ = [
     "Domain",
     "FedADMM",
     "FedAvg",
+    "FedDyn",
     "FedSGM",
     "Federation",
     "Float4",
@@ -69,6 +86,7 @@ __all__ = [
     "Hard",
     "IPPConEx",
     "Identity",
+    "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
     "Maximum",
@@ -86,6 +104,7 @@ __all__ = [
     "Soft",
     "Stationary",
     "Statistics",
+    "Strategic",
     "Sweep",
     "Switching",
     "TopK",

@@ -8,6 +8,7 @@ meet here and nowhere else.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,8 +82,11 @@ class Problem(eqx.Module):
     - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
       anew each time; None for all of them. Evaluation always uses all.
     - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
+    - `optimum`: f*, the least objective under the constraint, where it is known.
     - `validation`: data that the server holds, in the form of one client's data, for those who
       weigh clients by it.
+    - `representation(params, data)`: a row for each sample, such as the output of a network's last
+      hidden layer, for those who compare models by it.
     """
 
     objective: Callable = eqx.field(static=True)
@@ -92,9 +96,11 @@ class Problem(eqx.Module):
     domain: Domain | Callable
     test: PyTree
     validation: PyTree
+    representation: Callable | None = eqx.field(static=True)
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
+    optimum: float | None = eqx.field(static=True)
     given: tuple[Callable, Constraint | Callable | None]  # objective and constraint as written
 
     def __init__(
@@ -107,7 +113,9 @@ class Problem(eqx.Module):
         batch_size: int | None = None,
         test: PyTree = None,
         metrics: Mapping[str, Callable] | None = None,
+        optimum: float | int | None = None,
         validation: PyTree = None,
+        representation: Callable | None = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)
@@ -126,9 +134,13 @@ class Problem(eqx.Module):
         self.domain = domain
         self.test = test
         self.validation = validation
+        self.representation = representation
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
         self.layout = Layout.of(params)
+        if optimum is not None and not np.isfinite(optimum):
+            raise InvalidInput(f"optimum is the least value of the objective, got {optimum}.")
+        self.optimum = None if optimum is None else float(optimum)
 
     @property
     def n(self) -> int:
@@ -185,7 +197,7 @@ class Problem(eqx.Module):
         """The same problem over other clients."""
         objective, constraint = self.given
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
-        options |= {"validation": self.validation}
+        options |= {"validation": self.validation, "representation": self.representation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
 
     def pooled(self) -> Problem:
@@ -254,6 +266,17 @@ class Client:
             scale = self.size / batch if self._samples.is_one_set else None
         return self._constraint.measure(self._problem.layout.unravel(w), samples, scale)
 
+    def representation(
+        self, w: Float[Array, " d"], key: Any = None
+    ) -> tuple[Float[Array, "samples features"], Float[Array, " samples"]]:
+        """The samples' representations at w, and what each sample counts in a mean over them."""
+        samples, represent = self._look(key), self._problem.representation
+        if represent is None or isinstance(samples.mask, dict):
+            raise InvalidInput("Representations need the problem's function of one set of samples.")
+        rows = represent(self._problem.layout.unravel(w), samples.values)
+        real = jnp.ones(len(rows), bool) if samples.mask is None else samples.mask
+        return rows.reshape(len(rows), -1), real / jnp.sum(real)
+
     def constraint(
         self, w: Float[Array, " d"], focus: PyTree = None, key: Any = None
     ) -> Float[Array, ""]:
@@ -284,6 +307,13 @@ class Client:
             return objective()
         which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
         return lax.switch(which, (objective, constraint, blend))
+
+    def restricted(self, count: Any, key: Key[Array, ""]) -> Client:
+        """The same client with only `count` of its samples, drawn without replacement. No others
+        are looked at."""
+        other = copy.copy(self)
+        other._samples = self._samples.subset(key, count)
+        return other
 
     def remember(self, memory: PyTree) -> None:
         """Replaces what this client remembers. Not inside a loop or a branch of the program."""
