@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAvg, FedSGM, IPPConEx, PenaltyFedAvg
+from fedsolve.algorithms import FedADMM, FedAvg, FedSGM, IncentFedAvg, IPPConEx, PenaltyFedAvg
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -30,7 +30,7 @@ from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local import SGD, Adam, Optimizer
-from fedsolve.participation import Participating, sample
+from fedsolve.participation import Participating, Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -69,6 +69,7 @@ __all__ = [
     "Hard",
     "IPPConEx",
     "Identity",
+    "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
     "Maximum",
@@ -86,6 +87,7 @@ __all__ = [
     "Soft",
     "Stationary",
     "Statistics",
+    "Strategic",
     "Sweep",
     "Switching",
     "TopK",

@@ -27,12 +27,15 @@ ALGORITHMS: dict[str, Callable] = {
     "FedAvg": fs.FedAvg,
     "FedSGM": fs.FedSGM,
     "IPPConEx": fs.IPPConEx,
+    "IncentFedAvg": fs.IncentFedAvg,
     "PenaltyFedAvg": fs.PenaltyFedAvg,
 }
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
+    "cartpole": fs.problems.cartpole,
     "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
+    "phase_retrieval": fs.problems.phase_retrieval,
 }
 RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {
@@ -57,6 +60,7 @@ PARTICIPATION: dict[str, Callable] = {
         fs.participation.BANT,
         fs.participation.FOLB,
         fs.participation.GradientNorm,
+        fs.participation.Strategic,
         fs.participation.Everyone,
         fs.participation.Random,
         fs.participation.Top,

@@ -8,6 +8,7 @@ meet here and nowhere else.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,6 +82,7 @@ class Problem(eqx.Module):
     - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
       anew each time; None for all of them. Evaluation always uses all.
     - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
+    - `optimum`: f*, the least objective under the constraint, where it is known.
     - `validation`: data that the server holds, in the form of one client's data, for those who
       weigh clients by it.
     """
@@ -95,6 +97,7 @@ class Problem(eqx.Module):
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
+    optimum: float | None = eqx.field(static=True)
     given: tuple[Callable, Constraint | Callable | None]  # objective and constraint as written
 
     def __init__(
@@ -107,6 +110,7 @@ class Problem(eqx.Module):
         batch_size: int | None = None,
         test: PyTree = None,
         metrics: Mapping[str, Callable] | None = None,
+        optimum: float | int | None = None,
         validation: PyTree = None,
     ):
         samples = as_samples(clients)
@@ -129,6 +133,9 @@ class Problem(eqx.Module):
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
         self.layout = Layout.of(params)
+        if optimum is not None and not np.isfinite(optimum):
+            raise InvalidInput(f"optimum is the least value of the objective, got {optimum}.")
+        self.optimum = None if optimum is None else float(optimum)
 
     @property
     def n(self) -> int:
@@ -160,17 +167,10 @@ class Problem(eqx.Module):
 
     # What a problem says for itself where its functions f_j and g_j alone do not say it
 
-    def client(
-        self,
-        samples: Samples,
-        w: Float[Array, " d"],
-        round: Int[Array, ""],
-        index: Int[Array, ""],
-        key: Key[Array, ""],
-        memory: PyTree = None,
-    ) -> Client:
-        """What a client method sees. A problem with clients of its own kind makes them here."""
-        return Client(self, samples, w, round, index, key, memory)
+    def client(self, *seen: Any) -> Client:
+        """What a client method sees, from what `Client` takes after the problem. A problem with
+        clients of its own kind makes them here."""
+        return Client(self, *seen)
 
     def init_memory(self) -> PyTree:
         """What one client remembers before the first round; by default nothing."""
@@ -291,6 +291,13 @@ class Client:
             return objective()
         which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
         return lax.switch(which, (objective, constraint, blend))
+
+    def restricted(self, count: Any, key: Key[Array, ""]) -> Client:
+        """The same client with only `count` of its samples, drawn without replacement. No others
+        are looked at."""
+        other = copy.copy(self)
+        other._samples = self._samples.subset(key, count)
+        return other
 
     def remember(self, memory: PyTree) -> None:
         """Replaces what this client remembers. Not inside a loop or a branch of the program."""

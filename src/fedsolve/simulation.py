@@ -30,6 +30,8 @@ from fedsolve.stopping import Stop, wants_gradient
 
 SLOTS = 100
 
+Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
+
 
 class Simulation(Federation):
     """A federation inside one compiled program."""
@@ -128,10 +130,18 @@ def evaluate(
     key: Key[Array, ""] | None = None,
     at_once: int | None = None,
     gradient: bool = False,
+    follow: Follow = (),
 ) -> dict[str, Any]:
-    """f (and ‖∇f‖², if asked for) and g over all clients, and the metrics, at w."""
+    """f (and ‖∇f‖², if asked for) and g over all clients, the metrics, and what else is to be
+    followed, at w."""
     values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
-    return combined(problem, w, values)
+    found = combined(problem, w, values)
+    for name, diagnostic in follow:
+        told = diagnostic(problem, problem.layout.unravel(w))
+        for path, leaf in jax.tree.leaves_with_path(told):
+            part = jax.tree_util.keystr(path, simple=True, separator=".")
+            found[f"{name}.{part}" if part else name] = jnp.asarray(leaf)
+    return found
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
@@ -155,6 +165,7 @@ def advance(
     at_once: int | None = None,
     rule: Stop | None = None,
     stopped: Any = False,
+    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
     has stopped it, nothing is run any more: entries say `stopped`."""
@@ -171,7 +182,8 @@ def advance(
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        found = evaluate(problem, state.w, state.evaluation_key, at_once, wants_gradient(rule))
+        gradient = wants_gradient(rule)
+        found = evaluate(problem, state.w, state.evaluation_key, at_once, gradient, follow)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found

@@ -4,6 +4,7 @@ from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.fedadmm import FedADMM
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.fedsgm import FedSGM
+from fedsolve.algorithms.incentfedavg import IncentFedAvg
 from fedsolve.algorithms.penalty import PenaltyFedAvg
 
-__all__ = ["FedADMM", "FedAvg", "FedSGM", "IPPConEx", "PenaltyFedAvg"]
+__all__ = ["FedADMM", "FedAvg", "FedSGM", "IPPConEx", "IncentFedAvg", "PenaltyFedAvg"]

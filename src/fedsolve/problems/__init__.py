@@ -1,7 +1,16 @@
 """Ready problems."""
 
+from fedsolve.problems.cartpole import cartpole
 from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.neyman_pearson import neyman_pearson
+from fedsolve.problems.phase_retrieval import phase_retrieval
 from fedsolve.problems.regression import linear_regression
 
-__all__ = ["adult", "fairness_report", "linear_regression", "neyman_pearson"]
+__all__ = [
+    "adult",
+    "cartpole",
+    "fairness_report",
+    "linear_regression",
+    "neyman_pearson",
+    "phase_retrieval",
+]
