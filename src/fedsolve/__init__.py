@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAvg, FedSGM, IncentFedAvg, IPPConEx, PenaltyFedAvg
+from fedsolve.algorithms import PPBC, FedADMM, FedAvg, FedSGM, IncentFedAvg, IPPConEx, PenaltyFedAvg
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -44,6 +44,7 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "PPBC",
     "QSGD",
     "SGD",
     "Adam",

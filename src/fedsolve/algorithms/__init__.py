@@ -6,5 +6,6 @@ from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.incentfedavg import IncentFedAvg
 from fedsolve.algorithms.penalty import PenaltyFedAvg
+from fedsolve.algorithms.ppbc import PPBC
 
-__all__ = ["FedADMM", "FedAvg", "FedSGM", "IPPConEx", "IncentFedAvg", "PenaltyFedAvg"]
+__all__ = ["PPBC", "FedADMM", "FedAvg", "FedSGM", "IPPConEx", "IncentFedAvg", "PenaltyFedAvg"]
