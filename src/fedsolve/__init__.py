@@ -10,7 +10,19 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import PPBC, FedADMM, FedAvg, FedSGM, IncentFedAvg, IPPConEx, PenaltyFedAvg
+from fedsolve.algorithms import (
+    F3AST,
+    MOON,
+    SCAFFOLD,
+    FedDyn,
+    PPBC,
+    FedADMM,
+    FedAvg,
+    FedSGM,
+    IncentFedAvg,
+    IPPConEx,
+    PenaltyFedAvg,
+)
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -44,8 +56,11 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "F3AST",
+    "MOON",
     "PPBC",
     "QSGD",
+    "SCAFFOLD",
     "SGD",
     "Adam",
     "Algorithm",
@@ -61,6 +76,7 @@ __all__ = [
     "Domain",
     "FedADMM",
     "FedAvg",
+    "FedDyn",
     "FedSGM",
     "Federation",
     "Float4",
