@@ -66,6 +66,13 @@ def test_the_first_example_of_the_docs_runs():
     jax.tree.leaves(names["run"].params)
 
 
+def test_the_page_on_games_works(capsys):
+    names = {}
+    for block in blocks("docs/games.md"):
+        exec(block, names)
+    assert "exact=True" in capsys.readouterr().out
+
+
 def test_the_participation_page_works(capsys):
     names = {}
     for block in blocks("docs/participation.md"):

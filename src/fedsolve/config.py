@@ -39,6 +39,7 @@ ALGORITHMS: dict[str, Callable] = {
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
     "cartpole": fs.problems.cartpole,
+    "images": fs.problems.images,
     "linear_regression": fs.problems.linear_regression,
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
@@ -82,7 +83,10 @@ PARTICIPATION: dict[str, Callable] = {
 PARTS: dict[str, Callable] = (
     COMPRESSORS
     | PARTICIPATION
-    | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
+    | {
+        part.__name__: part
+        for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
+    }
 )
 RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 DEPLOY_KEYS = ("deadline", "quorum", "sites")
