@@ -29,6 +29,8 @@ ALGORITHMS: dict[str, Callable] = {
 }
 PROBLEMS: dict[str, Callable] = {
     "linear_regression": fs.problems.linear_regression,
+    "logistic": fs.problems.logistic,
+    "sparse_logistic": fs.problems.sparse_logistic,
     "neyman_pearson": fs.problems.neyman_pearson,
 }
 RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}

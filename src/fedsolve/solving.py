@@ -55,7 +55,8 @@ def solve(
       after every so many rounds, and after the last.
     - `runtime`: `"compiled"`, or `"debug"` (clients one by one, nothing compiled).
     - `precision`: `"float32"` or `"float64"`; by default as JAX is set (float32).
-    - `clients_at_once`: how many clients are computed together; fewer need less memory.
+    - `clients_at_once`: how many clients are computed together; by default all, or as many as the
+      processor's cache holds where their data are large.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by

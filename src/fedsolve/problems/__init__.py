@@ -1,6 +1,16 @@
 """Ready problems."""
 
 from fedsolve.problems.neyman_pearson import neyman_pearson
-from fedsolve.problems.regression import linear_regression
+from fedsolve.problems.regression import linear_regression, logistic, logistic_regression
+from fedsolve.problems.sparse import like_real_sim, read_libsvm, sparse_logistic, sparse_regression
 
-__all__ = ["linear_regression", "neyman_pearson"]
+__all__ = [
+    "like_real_sim",
+    "linear_regression",
+    "logistic",
+    "logistic_regression",
+    "neyman_pearson",
+    "read_libsvm",
+    "sparse_logistic",
+    "sparse_regression",
+]
