@@ -10,7 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAvg, FedSGM
+from fedsolve.algorithms import FedADMM, FedAlt, FedAvg, FedAvgAll, FedProx, FedSGM, FedSim
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -59,8 +59,12 @@ __all__ = [
     "Diverged",
     "Domain",
     "FedADMM",
+    "FedAlt",
     "FedAvg",
+    "FedAvgAll",
+    "FedProx",
     "FedSGM",
+    "FedSim",
     "Federation",
     "Float4",
     "Float8",

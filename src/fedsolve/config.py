@@ -24,8 +24,12 @@ from fedsolve.fields import check_count, check_kind
 
 ALGORITHMS: dict[str, Callable] = {
     "FedADMM": fs.FedADMM,
+    "FedAlt": fs.FedAlt,
     "FedAvg": fs.FedAvg,
+    "FedAvgAll": fs.FedAvgAll,
+    "FedProx": fs.FedProx,
     "FedSGM": fs.FedSGM,
+    "FedSim": fs.FedSim,
 }
 PROBLEMS: dict[str, Callable] = {
     "linear_regression": fs.problems.linear_regression,

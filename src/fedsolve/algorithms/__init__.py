@@ -1,7 +1,11 @@
 """The algorithms, one file each."""
 
 from fedsolve.algorithms.fedadmm import FedADMM
+from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.algorithms.fedavg_all import FedAvgAll
+from fedsolve.algorithms.fedprox import FedProx
 from fedsolve.algorithms.fedsgm import FedSGM
+from fedsolve.algorithms.fedsim import FedSim
 
-__all__ = ["FedADMM", "FedAvg", "FedSGM"]
+__all__ = ["FedADMM", "FedAlt", "FedAvg", "FedAvgAll", "FedProx", "FedSGM", "FedSim"]

@@ -91,9 +91,20 @@ class FedAvg(Participating):
         return no_residual(self.uplink, w)
 
     def improve(self, client: Client, residual: Vector | None) -> tuple[Vector | None, Packet]:
-        step_size = at(self.step_size, client.round)
-        total = descend(
-            client.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
-        )
         key = jax.random.fold_in(client.key, self.local_steps)
-        return with_feedback(self.uplink, residual, total, key)
+        return with_feedback(self.uplink, residual, self.work(client), key)
+
+    def work(self, client: Client) -> Vector:
+        """Local steps from w: how far they went, in units of the step."""
+
+        def direction(w: Vector, key: Key[Array, ""]) -> Vector:
+            return self.direction(client, w, key)
+
+        step_size = at(self.step_size, client.round)
+        return descend(
+            direction, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+        )
+
+    def direction(self, client: Client, w: Vector, key: Key[Array, ""]) -> Vector:
+        """Along which a local step goes."""
+        return client.grad(w, key)
