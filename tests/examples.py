@@ -62,3 +62,14 @@ def least_squares_clients(problem):
     return [
         client(*row) for row in zip(data["inputs"], data["targets"], normals, offsets, strict=True)
     ]
+
+
+def contribution_game(clients=6, seed=0, most=8):
+    """The paper's game for clients with `most` samples: N* is at bounds and between them."""
+    rng = np.random.default_rng(seed)
+    Q = rng.dirichlet(np.ones(4), clients)
+    own = (Q**2).sum(axis=1)
+    theta = own - 0.1 * rng.uniform(0, most + 2, clients)
+    return fs.Game(
+        fs.games.RandomDiscovery(Q), fs.games.LinearCost(theta), np.full(clients, 2.0), most, 0.1
+    )

@@ -73,6 +73,54 @@ def fedsgm(
     return np.asarray(path), average, (moved, sent, residual)
 
 
+def penalty_fedavg(clients, w0, cohorts, step_size, tolerance, rho, local_steps=1):
+    """FedAvg on f + ρ[g − ε]₊ (FedSGM's appendix). `clients` is a list of (∇f_j, g_j, ∇g_j)."""
+    w, path = w0.copy(), [w0.copy()]
+    for cohort in cohorts:
+        violated = np.mean([clients[j][1](w) for j in cohort]) > tolerance
+        ends = []
+        for j in cohort:
+            grad_f, _, grad_g = clients[j]
+            local = w.copy()
+            for _ in range(local_steps):
+                local = local - step_size * (
+                    grad_f(local) + (rho * grad_g(local) if violated else 0)
+                )
+            ends.append(local)
+        w = np.mean(ends, axis=0)
+        path.append(w.copy())
+    return np.asarray(path)
+
+
+def ipp_conex(f_prime, psi, psi_prime, x0, outer, inner, eta, tau, theta, mu_0, mu_1):
+    """Boob, Deng and Lan: inexact proximal point over ConEx (their Algorithm 1, γ_t = 1).
+
+    `psi` is the constraint's value, feasible where it is ≤ 0. Returns what each outer iteration
+    gives, and all inner points.
+    """
+    centre, y, outputs, path = x0.copy(), 0.0, [], []
+    for _ in range(outer):
+
+        def simple(x, c=centre):  # χ_1, kept as it is, not linearised
+            return mu_1 * np.sum((x - c) ** 2)
+
+        points = [centre, centre, centre]  # x_{−2}, x_{−1}, x_0
+        for _ in range(inner):
+            before, last, now = points[-3:]
+            linear_now = psi(last) + psi_prime(last) @ (now - last)
+            linear_last = psi(before) + psi_prime(before) @ (last - before)
+            s = (1 + theta) * (linear_now + simple(now)) - theta * (linear_last + simple(last))
+            y = max(y + s / tau, 0.0)
+            # argmin of a quadratic: its derivative is zero
+            slope = f_prime(now) + y * psi_prime(now)
+            curve = 2 * mu_0 + 2 * y * mu_1
+            points.append((eta * now + curve * centre - slope) / (eta + curve))
+        path += points[3:]
+        centre = np.mean(points[3:], axis=0)
+        outputs.append(centre)
+    return np.asarray(outputs), np.asarray(path)
+
+
 def sigmoid(z):
     return np.where(z >= 0, 1 / (1 + np.exp(-np.abs(z))), 1 - 1 / (1 + np.exp(-np.abs(z))))
 

@@ -1,116 +1,183 @@
-"""FedADMM's baselines, each against its own transcription from its paper."""
+"""Penalty FedAvg and IPP-ConEx against transcriptions, special cases and true optima; pooling."""
 
+import cvxpy as cp
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import examples
 import fedsolve as fs
-
-STEP, STEPS = 0.05, 3
-
-
-@pytest.fixture(scope="module")
-def problem():
-    return examples.least_squares(constrained=False)
+import oracles
+from fedsolve.simulation import evaluate
+from test_fedsgm import trajectory
 
 
-def gradients(problem):
-    return [client[0] for client in examples.least_squares_clients(problem)]
-
-
-def prox(slopes, cohorts, proximity=0.4):
-    w = np.zeros(5)
-    for cohort in cohorts:
-        ends = []
-        for i in cohort:
-            v = w.copy()
-            for _ in range(STEPS):
-                v = v - STEP * (slopes[i](v) + proximity * (v - w))
-            ends.append(v)
-        w = np.mean(ends, axis=0)  # (17)
-    return w
-
-
-def everyone_s_last(slopes, cohorts):
-    """Algorithm 2 of FedADMM's paper, with γ/m = STEP and k_0 = STEPS."""
-    local = np.zeros((6, 5))
-    for cohort in cohorts:
-        w = local.mean(axis=0)  # (18)
-        for i in cohort:
-            local[i] = w
-            for _ in range(STEPS):
-                local[i] = local[i] - STEP * slopes[i](local[i])
-    return local.mean(axis=0)
-
-
-def personal(slopes, cohorts, alternate, alpha=0.5, mu=0.3):
-    w, own = np.zeros(5), np.zeros((6, 5))
-    for cohort in cohorts:
-        ends = []
-        for i in cohort:
-            u, v = w.copy(), own[i]
-            if alternate:
-                for _ in range(STEPS):
-                    v = v - STEP * (alpha * slopes[i](v) + mu * (v - w))
-                for _ in range(STEPS):
-                    u = u - STEP * ((1 - alpha) * slopes[i](u) + mu * (u - v))
-            else:
-                for _ in range(STEPS):
-                    du = (1 - alpha) * slopes[i](u) + mu * (u - v)
-                    dv = alpha * slopes[i](v) + mu * (v - u)
-                    u, v = u - STEP * du, v - STEP * dv
-            own[i] = v
-            ends.append(u)
-        w = np.mean(ends, axis=0)
-    return w, own
-
-
-@pytest.mark.parametrize("kind", ["FedProx", "FedAvgAll", "FedAlt", "FedSim"])
-def test_follows_its_transcription(problem, kind):
-    options = {"participants": 3, "local_steps": STEPS}
-    if kind == "FedProx":
-        options["proximity"] = 0.4
-    if kind in ("FedAlt", "FedSim"):
-        options["proximity"] = 0.3
-    algorithm = getattr(fs, kind)(STEP, **options)
-    run = fs.solve(problem, algorithm, rounds=12, precision="float64")
-    slopes, cohorts = gradients(problem), run.history["cohort"]
-    if kind == "FedProx":
-        expected = prox(slopes, cohorts)
-    elif kind == "FedAvgAll":
-        expected = everyone_s_last(slopes, cohorts)
-    else:
-        expected, own = personal(slopes, cohorts, kind == "FedAlt")
-        np.testing.assert_allclose(run.state.clients.personal, own, atol=1e-12)
-    np.testing.assert_allclose(run.params, expected, atol=1e-12)
-
-
-def test_without_a_proximal_term_fedprox_is_fedavg(problem):
-    options = {"participants": 3, "local_steps": STEPS}
-    one = fs.solve(problem, fs.FedProx(STEP, proximity=0.0, **options), rounds=9)
-    other = fs.solve(problem, fs.FedAvg(STEP, **options), rounds=9)
-    np.testing.assert_array_equal(one.params, other.params)
-
-
-def test_personal_parameters_fit_their_clients_better_than_shared_ones(problem):
-    run = fs.solve(problem, fs.FedAlt(0.2, local_steps=5), rounds=150, precision="float64")
+def optimum(problem, tolerance):
+    """min f subject to g ≤ ε, of `least_squares`, by CVXPY."""
     data = problem.samples.values
-    own, shared = (
-        0.5 * np.mean((np.einsum("nsd,nd->ns", data["inputs"], w) - data["targets"]) ** 2)
-        for w in (run.state.clients.personal, np.tile(run.params, (6, 1)))
+    w = cp.Variable(data["inputs"].shape[2])
+    inputs, targets = data["inputs"].reshape(-1, w.size), data["targets"].reshape(-1)
+    f = cp.sum_squares(inputs @ w - targets) / (2 * len(targets))
+    g = data["normal"].mean(axis=0) @ w - data["offset"].mean()
+    program = cp.Problem(cp.Minimize(f), [g <= tolerance])
+    program.solve(solver=cp.CLARABEL)
+    return w.value, float(program.value), float(program.constraints[0].dual_value)
+
+
+# Penalty FedAvg
+
+
+def test_penalty_follows_the_transcription():
+    problem = examples.least_squares()
+    algorithm = fs.PenaltyFedAvg(0.02, 0.1, rho=3.0, participants=4, local_steps=3)
+    run = fs.solve(problem, algorithm, rounds=150, seed=1, precision="float64")
+    path = oracles.penalty_fedavg(
+        examples.least_squares_clients(problem),
+        np.zeros(5),
+        run.history["cohort"],
+        step_size=0.02,
+        tolerance=0.1,
+        rho=3.0,
+        local_steps=3,
     )
-    assert own < 0.2 * shared
+    np.testing.assert_allclose(run.params, path[-1], atol=1e-10)
+    assert 0 < run.history["switch"].mean() < 1  # both directions were followed
+    assert run.average is None
+
+
+def test_penalty_of_nothing_is_fedavg():
+    options = {"local_steps": 4, "participants": 3}
+    nothing, _ = trajectory(
+        examples.least_squares(), fs.PenaltyFedAvg(0.05, rho=0.0, **options), 60
+    )
+    fedavg, _ = trajectory(
+        examples.least_squares(constrained=False), fs.FedSGM(0.05, **options), 60
+    )
+    np.testing.assert_allclose(nothing, fedavg, atol=1e-12)
+    free = fs.PenaltyFedAvg(0.05, rho=7.0, **options)
+    free, _ = trajectory(examples.least_squares(constrained=False), free, 60)
+    np.testing.assert_array_equal(free, fedavg)
+
+
+def test_penalty_is_exact_above_the_multiplier_and_infeasible_below():
+    """min f + ρ[g]₊ is the constrained optimum if and only if ρ is at least its multiplier."""
+    problem = examples.least_squares()
+    _, value, multiplier = optimum(problem, 0.0)
+    assert multiplier > 0.1
+    found = {}
+    for factor in (0.5, 2.0):
+        algorithm = fs.PenaltyFedAvg(fs.Diminishing(0.1, 0.7), rho=factor * multiplier)
+        run = fs.solve(problem, algorithm, 4000, evaluate_every=4000, precision="float64")
+        found[factor] = run
+    assert found[0.5].history["constraint"][-1] > 0.1
+    assert abs(found[2.0].history["constraint"][-1]) < 5e-3
+    assert found[2.0].history["objective"][-1] == pytest.approx(value, abs=5e-3)
+
+
+# IPP-ConEx
+
+
+def centralized(problem):
+    """f', g and g' of the whole problem."""
+    clients = examples.least_squares_clients(problem)
+    return (
+        lambda x: np.mean([c[0](x) for c in clients], axis=0),
+        lambda x: np.mean([c[1](x) for c in clients]),
+        lambda x: np.mean([c[2](x) for c in clients], axis=0),
+    )
+
+
+def test_conex_follows_the_transcription():
+    """With everyone taking part it is the centralized method, step by step."""
+    problem = examples.least_squares()
+    algorithm = fs.IPPConEx(
+        0.1, 0.1, dual_step=0.4, extrapolation=0.9, proximal=0.3, constraint_proximal=0.2, steps=7
+    )
+    path, _ = trajectory(problem, algorithm, 28)
+    f_prime, g, g_prime = centralized(problem)
+    outputs, inner = oracles.ipp_conex(
+        f_prime,
+        lambda x: g(x) - 0.1,
+        g_prime,
+        np.zeros(5),
+        outer=4,
+        inner=7,
+        eta=1 / 0.1,
+        tau=1 / 0.4,
+        theta=0.9,
+        mu_0=0.3,
+        mu_1=0.2,
+    )
+    np.testing.assert_allclose(path[7::7], outputs, atol=1e-10)
+    within = [t for t in range(1, 29) if t % 7]
+    np.testing.assert_allclose(path[within], inner[np.asarray(within) - 1], atol=1e-10)
+
+
+def test_conex_reaches_the_constrained_optimum():
+    problem = examples.least_squares()
+    best, value, _ = optimum(problem, 0.0)
+    algorithm = fs.IPPConEx(0.2, dual_step=0.3, proximal=0.2, steps=200)
+    run = fs.solve(problem, algorithm, 6000, evaluate_every=200, precision="float64")
+    gaps = np.abs(run.history["objective"] - value)
+    assert gaps[-1] < 1e-5 < gaps[0]
+    assert abs(run.history["constraint"][-1]) < 1e-5
+    np.testing.assert_allclose(run.params, best, atol=1e-4)
+
+
+def test_conex_needs_a_constraint():
+    with pytest.raises(fs.InvalidInput, match="IPPConEx is for problems with a constraint"):
+        fs.solve(examples.least_squares(constrained=False), fs.IPPConEx(0.1), rounds=1)
+
+
+# Pooling
+
+
+def test_pooled_clients_are_one():
+    problem = fs.problems.neyman_pearson(clients=20)
+    whole = problem.pooled()
+    assert whole.n == 1
+    assert whole.samples.values["majority"].shape == (1, 280, 30)
+    w = 0.1 * jnp.ones(30)
+    one, many = (evaluate(p.on_device(), w) for p in (whole, problem))
+    for name in ("objective", "constraint"):  # clients are of one size
+        assert float(one[name]) == pytest.approx(float(many[name]), rel=1e-6)
+
+
+def test_pooling_leaves_padding_behind():
+    rng = np.random.default_rng(0)
+    clients = [{"x": rng.standard_normal((n, 2)), "y": rng.standard_normal(n)} for n in (3, 5)]
+    problem = fs.Problem(
+        lambda w, data: np.float32(0.5) * ((data["x"] @ w - data["y"]) ** 2).mean(),
+        fs.stack_clients(clients),
+        np.ones(2),
+    )
+    whole = problem.pooled()
+    np.testing.assert_array_equal(
+        whole.samples.values["x"][0], np.concatenate([c["x"] for c in clients])
+    )
+    assert whole.samples.mask.shape == (1, 8)
+    assert whole.samples.mask.all()
+    found = evaluate(whole.on_device(), jnp.ones(2))["objective"]
+    residual = np.concatenate([c["x"].sum(axis=1) - c["y"] for c in clients])
+    assert float(found) == pytest.approx(0.5 * np.mean(residual**2), rel=1e-6)
+
+
+def test_one_value_a_client_cannot_be_pooled():
+    with pytest.raises(fs.InvalidInput, match="Only samples can be pooled"):
+        examples.least_squares().pooled()
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: fs.FedProx(0.1, proximity=-1.0), "proximity must be at least 0"),
-        (lambda: fs.FedAvgAll(0.1, uplink=fs.RandK(0.5)), "must be contractive"),
-        (lambda: fs.FedSim(0.1, personal_steps=3), "leave out personal_steps"),
-        (lambda: fs.FedAlt(0.1, personal_steps=0), "personal_steps must be a whole number"),
+        (lambda: fs.PenaltyFedAvg(0.1, rho=-1.0), "rho must be at least 0"),
+        (lambda: fs.PenaltyFedAvg(-0.1, rho=1.0), "step_size must be positive"),
+        (lambda: fs.PenaltyFedAvg(0.1, rho="much"), "rho must be a number"),
+        (lambda: fs.IPPConEx(0.1, dual_step=0.0), "dual_step must be positive"),
+        (lambda: fs.IPPConEx(0.1, proximal=-1.0), "proximal must be at least 0"),
+        (lambda: fs.IPPConEx(0.1, steps=0), "steps must be a whole number from 1 up"),
     ],
 )
-def test_bad_settings_get_a_sentence(make, sentence):
+def test_bad_numbers_get_a_sentence(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()

@@ -1,5 +1,7 @@
 """What every algorithm must do. A new algorithm is one more line in `ALGORITHMS`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +41,20 @@ ALGORITHMS = {
         local_steps=2,
         uplink=fs.TopK(0.4),
     ),
+    "IncentFedAvg": fs.IncentFedAvg(
+        examples.contribution_game(), 0.05, 2.0, local_steps=2, participants=3, uplink=fs.TopK(0.4)
+    ),
+    "FedSGM, strategic": fs.FedSGM(
+        0.05,
+        0.1,
+        weighting=fs.Strategic(examples.contribution_game(), 2.0),
+        selection=fs.participation.Proportional(3),
+    ),
     "FedADMM, Top-K": fs.FedADMM(
         participants=3, local_iterations=2, penalty=1.0, accuracy=1e-4, uplink=fs.TopK(0.6)
     ),
+    "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
+    "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
 
@@ -115,6 +128,9 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
 @every_algorithm
 def test_works_with_one_client(algorithm):
     alone = with_field(with_field(algorithm, ["participants"], None), ["selection"], None)
+    for path in (["game"], ["weighting", "game"]):
+        if isinstance(functools.reduce(lambda a, n: getattr(a, n, None), path, alone), fs.Game):
+            alone = with_field(alone, path, examples.contribution_game(clients=1))
     run = fs.solve(examples.least_squares(clients=1), alone, rounds=20)
     assert np.isfinite(run.history["objective"]).all()
 

@@ -10,7 +10,18 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAlt, FedAvg, FedAvgAll, FedProx, FedSGM, FedSim
+from fedsolve.algorithms import (
+    FedADMM,
+    FedAlt,
+    FedAvg,
+    FedAvgAll,
+    FedProx,
+    FedSGM,
+    FedSim,
+    IncentFedAvg,
+    IPPConEx,
+    PenaltyFedAvg,
+)
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -30,7 +41,7 @@ from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local import SGD, Adam, Optimizer
-from fedsolve.participation import Participating, sample
+from fedsolve.participation import Participating, Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
@@ -71,7 +82,9 @@ __all__ = [
     "Float16",
     "Game",
     "Hard",
+    "IPPConEx",
     "Identity",
+    "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
     "Maximum",
@@ -79,6 +92,7 @@ __all__ = [
     "Optimizer",
     "Packet",
     "Participating",
+    "PenaltyFedAvg",
     "Problem",
     "RandK",
     "Reached",
@@ -88,6 +102,7 @@ __all__ = [
     "Soft",
     "Stationary",
     "Statistics",
+    "Strategic",
     "Sweep",
     "Switching",
     "TopK",

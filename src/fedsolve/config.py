@@ -30,8 +30,13 @@ ALGORITHMS: dict[str, Callable] = {
     "FedProx": fs.FedProx,
     "FedSGM": fs.FedSGM,
     "FedSim": fs.FedSim,
+    "IPPConEx": fs.IPPConEx,
+    "IncentFedAvg": fs.IncentFedAvg,
+    "PenaltyFedAvg": fs.PenaltyFedAvg,
 }
 PROBLEMS: dict[str, Callable] = {
+    "adult": fs.problems.adult,
+    "cartpole": fs.problems.cartpole,
     "linear_regression": fs.problems.linear_regression,
     "logistic": fs.problems.logistic,
     "sparse_logistic": fs.problems.sparse_logistic,
@@ -60,6 +65,7 @@ PARTICIPATION: dict[str, Callable] = {
         fs.participation.BANT,
         fs.participation.FOLB,
         fs.participation.GradientNorm,
+        fs.participation.Strategic,
         fs.participation.Everyone,
         fs.participation.Random,
         fs.participation.Top,
@@ -142,13 +148,17 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
     check_count("run.rounds", run["rounds"])
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
     cells, resolved = {}, {k: v for k, v in config.items() if k == "title"}
+    problems: dict[str, tuple[fs.Problem, dict[str, Any]]] = {}
     for variant, changes in variants.items():
         if not isinstance(changes, dict):
             raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
         changed = config
         for key, value in changes.items():
             changed = _with(changed, key, value)
-        problem, problem_table = _build(_table(changed, "problem", ""), PROBLEMS, "problem")
+        described = _table(changed, "problem", "")
+        if (known := repr(described)) not in problems:  # variants mostly share one
+            problems[known] = _problem(described)
+        problem, problem_table = problems[known]
         algorithm, algorithm_table = _build(
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm"
         )
@@ -170,6 +180,16 @@ def summary(thing: Callable) -> str:
     """The first sentence of a docstring."""
     text = " ".join((inspect.getdoc(thing) or "").split())
     return text.partition(". ")[0].rstrip(".") + "."
+
+
+def _problem(table: dict[str, Any]) -> tuple[fs.Problem, dict[str, Any]]:
+    """The problem that a table describes; `pooled = true` puts all samples in one place."""
+    pooled = table.get("pooled", False)
+    if not isinstance(pooled, bool):
+        raise InvalidInput(f"problem.pooled must be true or false, got {pooled!r}.")
+    rest = {key: value for key, value in table.items() if key != "pooled"}
+    problem, shown = _build(rest, PROBLEMS, "problem")
+    return (problem.pooled(), shown | {"pooled": True}) if pooled else (problem, shown)
 
 
 def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> tuple[Any, dict]:

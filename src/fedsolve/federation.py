@@ -26,6 +26,7 @@ from fedsolve.samples import Samples
 
 Flags = Bool[Array, " m"] | Bool[np.ndarray, " m"]
 Cohort = Int[Array, " m"] | Int[np.ndarray, " m"]
+SUBSETS = 2**31 - 1  # a key that no exchange has
 Arrivals = Callable[[Any, int, Any], Any]  # round, exchange, clients -> which answers arrive
 
 
@@ -120,6 +121,13 @@ def evaluation_key(seed: UInt32[Array, " words"], round: Any) -> Key[Array, ""]:
     return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), round), 2**31)
 
 
+class Restricted(eqx.Module):
+    """A message, and how many samples each client may look at for its answer."""
+
+    contributions: Float[Array, " n"]
+    message: PyTree
+
+
 class Question:
     """One exchange: what is asked of whom, and how a client finds its answer."""
 
@@ -138,8 +146,12 @@ class Question:
         fed, own = self._fed, jax.random.fold_in(self._key, index)
         state, memory = both
         client = fed._problem.client(samples, fed.w, fed.round, index, own, memory)
-        message = () if self.message is None else (self.message,)
-        state, reply = self.method(client, state, *message)
+        message = self.message
+        if isinstance(message, Restricted):
+            draw = jax.random.fold_in(jax.random.fold_in(fed._key, SUBSETS), index)
+            client = client.restricted(jnp.ceil(message.contributions[index]), draw)
+            message = message.message
+        state, reply = self.method(client, state, *(() if message is None else (message,)))
         return (state, client.memory), reply
 
 
@@ -155,6 +167,7 @@ class Federation:
         self._state = state
         self._states = state.clients, state.memory
         self.participation = state.participation
+        self.contributions: Float[Array, " n"] | None = None  # samples of each in this round
         self._published, self._seen = state.published, state.seen
         self._fault = state.fault
         self._arrivals = arrivals
@@ -184,8 +197,11 @@ class Federation:
         """Runs `method(client, state, message)` on every client of the cohort.
 
         `when` is a flag for the exchange, or one for each client: those not wanted are not asked.
-        A client's state moves if and only if its reply arrived.
+        A client's state moves if and only if its reply arrived. Where `contributions` is set, every
+        client answers from a random subset of that many of its samples, the same all round.
         """
+        if self.contributions is not None:
+            message = Restricted(self.contributions, message)
         question = Question(self, method, cohort, message, when)
         self.exchanges.append(method.__name__)
         values, arrived = self._exchange(question)

@@ -16,7 +16,7 @@ import tomli_w
 from safetensors.numpy import save_file
 
 from fedsolve.errors import InvalidInput
-from fedsolve.plots import plot
+from fedsolve.plots import plot, tradeoff
 from fedsolve.runs import Run, tidy
 
 Runs = Mapping[str, list[Run]]  # by variant
@@ -75,6 +75,8 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     if wide:
         save_file(wide, path / "history.safetensors")
     plot(runs, path / "plot.png")
+    if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
+        tradeoff({v: all for v, all in runs.items() if all}, path / "trade-off.png")
 
 
 def _name(variant: str, run: Run) -> str:

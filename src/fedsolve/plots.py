@@ -10,6 +10,7 @@ import numpy as np
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
 DASHES = ("-", "--", "-.", ":")
+MARKERS = ("o", "X", "s", "^")
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -24,36 +25,95 @@ STYLE = {
 TITLES = {"objective": "Objective $f(w)$", "constraint": "Constraint $g(w)$"}
 
 
-def plot(groups: Mapping[str, list[Any]], path: str | Path | None = None) -> Any:
+Groups = Mapping[str, list[Any]]  # runs by label
+
+
+def plot(groups: Groups, path: str | Path | None = None) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds: for each label the
-    mean over its runs, and the band from the least to the greatest."""
+    mean over its runs, and the band from the least to the greatest.
+
+    Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
+    word before a colon.
+    """
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
     runs = [run for group in groups.values() for run in group]
     panels = [name for name in TITLES if all(name in run.history for run in runs)]
+    columns = _columns(groups)
+    alone = len(columns) == 1
+    rows, across = (1, len(panels)) if alone else (len(panels), len(columns))
     with context(STYLE):
-        figure = Figure(figsize=(3.4 * len(panels) + 0.2, 2.7), layout="constrained")
-        for axis, name in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
-            for index, (label, group) in enumerate(groups.items()):
-                _curve(axis, label, [run.history for run in group], name, index)
-            axis.set(title=TITLES[name], xlabel="Round")
-            axis.margins(x=0.01)
-            if name == "constraint":
-                tolerance = float(getattr(runs[0].algorithm, "tolerance", 0.0))
-                axis.axhline(
-                    tolerance,
-                    color="black",
-                    linewidth=0.9,
-                    linestyle=(0, (2, 2)),
-                    label=f"tolerance {tolerance:g}",
-                )
-            _fit(axis, [run.history[name] for run in runs])
-            if axis.get_legend_handles_labels()[1]:
-                axis.legend()
+        figure = Figure(figsize=(3.4 * across + 0.2, 2.6 * rows + 0.1), layout="constrained")
+        axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
+        for column, (heading, shown) in enumerate(columns.items()):
+            for row, name in enumerate(panels):
+                axis = axes[0, row] if alone else axes[row, column]
+                title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
+                _panel(axis, shown, name, title, runs, legend=alone or row == 0)
         if path is not None:
             figure.savefig(path)
     return figure
+
+
+def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
+    """Where runs end: objective against constraint, each the mean over a run's last fifth, a point
+    a run."""
+    from matplotlib.figure import Figure
+    from matplotlib.style import context
+
+    with context(STYLE):
+        figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+        axis = figure.subplots()
+        for index, (label, group) in enumerate(groups.items()):
+            ends = [
+                [
+                    np.mean(run.history[name][-max(len(run.history[name]) // 5, 1) :])
+                    for run in group
+                ]
+                for name in ("constraint", "objective")
+            ]
+            marker = MARKERS[index // len(COLORS) % len(MARKERS)]
+            color = COLORS[index % len(COLORS)]
+            axis.scatter(*ends, s=28, color=color, marker=marker, label=label, alpha=0.85)
+        _tolerance(axis.axvline, [run for group in groups.values() for run in group])
+        axis.set(xlabel=TITLES["constraint"], ylabel=TITLES["objective"])
+        low, high = axis.dataLim.intervaly
+        if low > 0 and high > 10 * low:
+            axis.set_yscale("log")
+        figure.legend(loc="outside right upper")
+        if path is not None:
+            figure.savefig(path)
+    return figure
+
+
+def _columns(groups: Groups) -> dict[str, Groups]:
+    """The groups by what stands before a colon in their labels, if all have one."""
+    if not all(": " in label for label in groups):
+        return {"": groups}
+    columns: dict[str, dict[str, list[Any]]] = {}
+    for label, runs in groups.items():
+        heading, _, rest = label.partition(": ")
+        columns.setdefault(heading, {})[rest] = runs
+    return dict(columns)
+
+
+def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], legend: bool) -> None:
+    for index, (label, group) in enumerate(groups.items()):
+        _curve(axis, label, [run.history for run in group], name, index)
+    axis.set(title=title, xlabel="Round")
+    axis.margins(x=0.01)
+    if name == "constraint":
+        _tolerance(axis.axhline, runs)
+    _fit(axis, [run.history[name] for run in runs])
+    if axis.get_legend_handles_labels()[1] and legend:
+        axis.legend()
+
+
+def _tolerance(line: Any, runs: list[Any]) -> None:
+    tolerance = float(getattr(runs[0].algorithm, "tolerance", 0.0))
+    dots, label = (0, (2, 2)), f"tolerance {tolerance:g}"
+    line(tolerance, color="black", linewidth=0.9, linestyle=dots, label=label)
 
 
 def _curve(axis: Any, label: str, histories: list[dict], name: str, index: int) -> None:

@@ -8,6 +8,7 @@ meet here and nowhere else.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from fedsolve.constraints import Constraint, as_constraint
 from fedsolve.domains import Domain, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.samples import Samples, as_samples, per_client
+from fedsolve.samples import Samples, as_samples, per_client, pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,17 +161,10 @@ class Problem(eqx.Module):
 
     # What a problem says for itself where its functions f_j and g_j alone do not say it
 
-    def client(
-        self,
-        samples: Samples,
-        w: Float[Array, " d"],
-        round: Int[Array, ""],
-        index: Int[Array, ""],
-        key: Key[Array, ""],
-        memory: PyTree = None,
-    ) -> Client:
-        """What a client method sees. A problem with clients of its own kind makes them here."""
-        return Client(self, samples, w, round, index, key, memory)
+    def client(self, *seen: Any) -> Client:
+        """What a client method sees, from what `Client` takes after the problem. A problem with
+        clients of its own kind makes them here."""
+        return Client(self, *seen)
 
     def init_memory(self) -> PyTree:
         """What one client remembers before the first round; by default nothing."""
@@ -194,6 +188,11 @@ class Problem(eqx.Module):
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
+
+    def pooled(self) -> Problem:
+        """The same problem with all samples in one place: centralized training is an algorithm's
+        run on it. f is then the mean over all samples, not over clients."""
+        return self.with_clients(pool(self.samples))
 
     def on_device(self, dtype: Any = None) -> Problem:
         """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""
@@ -286,6 +285,13 @@ class Client:
             return objective()
         which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
         return lax.switch(which, (objective, constraint, blend))
+
+    def restricted(self, count: Any, key: Key[Array, ""]) -> Client:
+        """The same client with only `count` of its samples, drawn without replacement. No others
+        are looked at."""
+        other = copy.copy(self)
+        other._samples = self._samples.subset(key, count)
+        return other
 
     def remember(self, memory: PyTree) -> None:
         """Replaces what this client remembers. Not inside a loop or a branch of the program."""

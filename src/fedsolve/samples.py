@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
 
@@ -31,11 +31,13 @@ class Samples(eqx.Module):
     """Samples and their mask, of one client or, stacked on a leading axis, of all.
 
     The mask is None where every sample is real, a boolean array where all leaves have the same
-    samples, and a dict where each entry of `values` is a set of samples of its own.
+    samples, and a dict where each entry of `values` is a set of samples of its own. `order`, of the
+    structure of the mask, says which rows of `values` the samples are; None: all, as they are.
     """
 
     values: PyTree
     mask: Mask = None
+    order: Mask = None
 
     @property
     def size(self) -> Int[Array, ""] | int:
@@ -57,22 +59,58 @@ class Samples(eqx.Module):
         """
         draw = jax.random.uniform(key, (batch_size,), jnp.float32)
 
-        def rows(leaf: Shaped[Array, " s *rest"], count: Any) -> Shaped[Array, " b *rest"]:
+        def rows(leaf: Shaped[Array, " s *rest"], mask: Mask, order: Any) -> Shaped[Array, "..."]:
+            if order is not None and not _has_rows(leaf, order):
+                mask = order = None  # no samples, but something that the client has besides
+            count = _length(leaf) if mask is None else _count(mask)
             index = jnp.minimum((draw * count).astype(jnp.int32), count - 1)
-            return leaf[index]
+            return leaf[index if order is None else order[index]]
 
+        return Samples(self._each(rows))
+
+    def subset(self, key: Key[Array, ""], count: Any) -> Samples:
+        """That many of the samples (from 1 to all), drawn without replacement. No others are looked
+        at from here on: rows beyond `count` repeat one of them.
+
+        Sets of samples of their own (two classes, say) keep their proportions, and one sample each
+        at least. Without a mask, the leaves with most rows are the samples, others stay whole.
+        """
+        count = jnp.asarray(count, jnp.int32)
+        if not isinstance(self.mask, dict):
+            mask = self.mask
+            if mask is None:
+                mask = jnp.ones(max(_length(leaf) for leaf in jax.tree.leaves(self.values)), bool)
+            order, kept = _some(key, mask, count, self.order)
+            return Samples(self.values, kept, order)
+        share = count / self.size
+        kept, orders = {}, {}
+        for position, (name, mask) in enumerate(self.mask.items()):
+            own = jnp.maximum(jnp.round(share * _count(mask)).astype(jnp.int32), 1)
+            before = None if self.order is None else self.order[name]
+            orders[name], kept[name] = _some(jax.random.fold_in(key, position), mask, own, before)
+        return Samples(self.values, kept, orders)
+
+    def taken(self) -> Samples:
+        """The same samples with their rows in place."""
+        if self.order is None:
+            return self
+
+        def rows(leaf: Shaped[Array, "..."], mask: Mask, order: Any) -> Shaped[Array, "..."]:
+            return leaf[order] if _has_rows(leaf, order) else leaf
+
+        return Samples(self._each(rows), self.mask)
+
+    def _each(self, function: Callable) -> PyTree:
+        """`function(leaf, mask, order)` of every leaf with the mask and the order of its set."""
         if isinstance(self.mask, dict):
-            counts = {name: _count(mask) for name, mask in self.mask.items()}
-            values = {
-                name: jax.tree.map(lambda leaf, name=name: rows(leaf, counts[name]), entry)
+            order = self.order or dict.fromkeys(self.mask)
+            return {
+                name: jax.tree.map(
+                    lambda leaf, name=name: function(leaf, self.mask[name], order[name]), entry
+                )
                 for name, entry in self.values.items()
             }
-        else:
-            count = None if self.mask is None else _count(self.mask)
-            values = jax.tree.map(
-                lambda leaf: rows(leaf, _length(leaf) if count is None else count), self.values
-            )
-        return Samples(values)
+        return jax.tree.map(lambda leaf: function(leaf, self.mask, self.order), self.values)
 
 
 class PerClient(eqx.Module):
@@ -83,6 +121,7 @@ class PerClient(eqx.Module):
     averages: str | None = eqx.field(static=True)  # the set of samples that it averages over
 
     def __call__(self, params: PyTree, samples: Samples) -> PyTree:
+        samples = samples.taken()
         if self.sees_mask:
             return self.function(params, {**samples.values, "mask": _mask(samples)})
         if samples.mask is None:
@@ -91,11 +130,17 @@ class PerClient(eqx.Module):
         mask = samples.mask if name is None else samples.mask[name]
         sampled = samples.values if name is None else samples.values[name]
 
-        def one(sample: PyTree) -> Float[Array, ""]:
-            alone = jax.tree.map(lambda leaf: leaf[None], sample)
+        leaves, structure = jax.tree.flatten(sampled)
+        axes = [0 if _has_rows(leaf, mask) else None for leaf in leaves]  # None: no samples
+
+        def one(*sample: Array) -> Float[Array, ""]:
+            alone = structure.unflatten(
+                leaf if axis is None else leaf[None]
+                for leaf, axis in zip(sample, axes, strict=True)
+            )
             return self.function(params, alone if name is None else {**samples.values, name: alone})
 
-        values = jax.vmap(one)(sampled)
+        values = jax.vmap(one, axes)(*leaves)
         return jnp.sum(jnp.where(mask, values, 0)) / jnp.sum(mask)
 
 
@@ -146,6 +191,30 @@ def stack_clients(clients: Sequence[PyTree]) -> Any:
     return {**stacked, "mask": mask} if isinstance(stacked, dict) else Samples(stacked, mask)
 
 
+def pool(samples: Samples) -> Samples:
+    """All clients' samples as those of one client; every leaf has clients and then samples first.
+
+    The one client has a mask, of true only, where there was one: losses may look at it.
+    """
+
+    def join(leaf: Any, mask: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        if leaf.ndim < 2:
+            raise InvalidInput("Only samples can be pooled: an array has one value a client.")
+        rows = leaf.reshape(-1, *leaf.shape[2:]) if mask is None else leaf[np.asarray(mask)]
+        return rows[None]
+
+    mask = samples.mask
+    if isinstance(mask, dict):
+        values = {
+            name: jax.tree.map(lambda leaf, name=name: join(leaf, mask[name]), entry)
+            for name, entry in samples.values.items()
+        }
+    else:
+        values = jax.tree.map(lambda leaf: join(leaf, mask), samples.values)
+    return Samples(values, jax.tree.map(lambda real: join(real, real), mask))
+
+
 def as_samples(clients: PyTree) -> Samples:
     """What the user gave as clients, as samples and mask."""
     if isinstance(clients, Samples):
@@ -153,6 +222,16 @@ def as_samples(clients: PyTree) -> Samples:
     if isinstance(clients, dict) and all(np.ndim(m) == 2 for m in _leaves(clients.get("mask"))):
         return Samples({k: v for k, v in clients.items() if k != "mask"}, clients["mask"])
     return Samples(clients)
+
+
+def counts(stacked: Samples) -> Int[np.ndarray, " n"]:
+    """How many samples each client has."""
+    if stacked.mask is not None:
+        masks = (np.sum(np.asarray(mask), axis=1) for mask in jax.tree.leaves(stacked.mask))
+        return np.asarray(sum(masks), np.int64)
+    leaves = jax.tree.leaves(stacked.values)
+    most = max(np.shape(leaf)[1] if np.ndim(leaf) > 1 else 1 for leaf in leaves)
+    return np.full(len(leaves[0]), most)
 
 
 def per_client(
@@ -254,8 +333,25 @@ def _real(counts: Sequence[int]) -> np.ndarray:
     return np.arange(max(counts)) < np.asarray(counts)[:, None]
 
 
+def _some(
+    key: Key[Array, ""], mask: Shaped[Array, " s"], count: Any, order: Any
+) -> tuple[Int[Array, " s"], Bool[Array, " s"]]:
+    """`count` of the rows that the mask names, in their order, then the first of them again."""
+    length = len(mask)
+    places = jnp.arange(length, dtype=jnp.int32)
+    shuffled = jnp.argsort(jnp.where(mask, jax.random.uniform(key, (length,)), jnp.inf))
+    count = jnp.minimum(count, _count(mask))
+    chosen = jnp.sort(jnp.where(places < count, shuffled.astype(jnp.int32), length))
+    chosen = jnp.where(places < count, chosen, chosen[0])
+    return (chosen if order is None else order[chosen]), places < count
+
+
 def _count(mask: Shaped[Array, " s"]) -> Int[Array, ""]:
     return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _has_rows(leaf: Any, mask: Any) -> bool:
+    return leaf.ndim > 0 and len(leaf) == len(mask)
 
 
 def _length(leaf: Any) -> int:

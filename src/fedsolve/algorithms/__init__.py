@@ -1,5 +1,6 @@
-"""The algorithms, one file each."""
+"""Federated algorithms, one file each."""
 
+from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.fedadmm import FedADMM
 from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.algorithms.fedavg import FedAvg
@@ -7,5 +8,18 @@ from fedsolve.algorithms.fedavg_all import FedAvgAll
 from fedsolve.algorithms.fedprox import FedProx
 from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.fedsim import FedSim
+from fedsolve.algorithms.incentfedavg import IncentFedAvg
+from fedsolve.algorithms.penalty import PenaltyFedAvg
 
-__all__ = ["FedADMM", "FedAlt", "FedAvg", "FedAvgAll", "FedProx", "FedSGM", "FedSim"]
+__all__ = [
+    "FedADMM",
+    "FedAlt",
+    "FedAvg",
+    "FedAvgAll",
+    "FedProx",
+    "FedSGM",
+    "FedSim",
+    "IPPConEx",
+    "IncentFedAvg",
+    "PenaltyFedAvg",
+]

@@ -145,9 +145,14 @@ class FedSGM(Participating):
         sigma, focus = message
 
         def direction(w: Vector, key: Key[Array, ""]) -> Vector:
-            return client.direction(w, sigma, focus, key)
+            return self.direction(client, w, sigma, focus, key)
 
         step_size = at(self.step_size, client.round)
         total = descend(direction, client.w, self.local_steps, client.key, step_size)
         key = jax.random.fold_in(client.key, self.local_steps)
         return with_feedback(self.uplink, residual, total, key)
+
+    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
+        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w), or what the problem's own client puts in its place.
+        `PenaltyFedAvg` follows another one."""
+        return client.direction(w, sigma, focus, key)

@@ -153,7 +153,8 @@ class Game(eqx.Module):
         computed from its own derivative only."""
         own = self.cost.own_slope(index, N) - self.payoff.own_slope(index, N)
         slope = own + self.regularization * N[index]
-        return jnp.clip(N[index] - step_size * slope, self.lower[index], self.upper[index])
+        lower, upper = jnp.asarray(self.lower), jnp.asarray(self.upper)
+        return jnp.clip(N[index] - step_size * slope, lower[index], upper[index])
 
     def jacobian(self, N: Any) -> Float[Array, "m m"]:
         """∂F_i / ∂N_j."""

@@ -14,6 +14,7 @@ from fedsolve.participation.availability import (
 from fedsolve.participation.participating import Drawn, Participating
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
+from fedsolve.participation.strategic import Strategic
 from fedsolve.participation.weighting import (
     BANT,
     FOLB,
@@ -42,6 +43,7 @@ __all__ = [
     "Proportional",
     "Random",
     "Selection",
+    "Strategic",
     "Top",
     "Trace",
     "Uniform",

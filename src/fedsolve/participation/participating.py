@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -39,16 +41,19 @@ class Drawn(NamedTuple):
     - `cohort`: clients' indices, for `fed.ask(method, cohort)`.
     - `weights`: what each counts, for `replies.mean(weights)`; None where all count the same.
     - `available`: who of them can be asked, for `fed.ask(..., when=available)`; True for all.
+    - `noted`: what the weighting writes in the history.
     """
 
     cohort: Cohort
     weights: Float[Array, " m"] | None
     available: Any
+    noted: Mapping[str, Any] = types.MappingProxyType({})
 
     @property
     def info(self) -> dict[str, Any]:
-        """For the history: who was drawn, and who of them was up if not all must be."""
-        info: dict[str, Any] = {"cohort": self.cohort}
+        """For the history: who was drawn, who of them was up if not all must be, and what the
+        weighting has to say."""
+        info: dict[str, Any] = {"cohort": self.cohort, **self.noted}
         return info if self.available is True else info | {"available": self.available}
 
 
@@ -144,15 +149,16 @@ class Participating(Algorithm):
         )
         cohort, turn = self.selecting.select(weights, n, memory.selection, key)
         fed.participation = Memory(wanted, turn, after)
+        noted = self.weighting.info(wanted)
         available: Any = True
         if self.availability is not None:
             late = jax.random.fold_in(key, 3)
             available = self.availability.answering(cohort, up[cohort], n, late)
         if weights is None:
-            return Drawn(cohort, None, available)
+            return Drawn(cohort, None, available, noted)
         own = weights[cohort]
         available = available & (own > 0)  # those that fill up the cohort are not wanted
-        return Drawn(cohort, None if self.selecting.counts_equally else own, available)
+        return Drawn(cohort, None if self.selecting.counts_equally else own, available, noted)
 
     def draw_available(self, fed: Federation, key: Key[Array, ""]) -> tuple[Any, PyTree]:
         """Who of all clients is up, and the availability's memory after this."""

@@ -65,6 +65,10 @@ class Weighting(eqx.Module):
         """The memory after the server moved along `direction` (downhill)."""
         return memory
 
+    def info(self, memory: PyTree) -> dict[str, Any]:
+        """What it writes in the history, from the memory after `weigh`."""
+        return {}
+
     def check(self, problem: Problem) -> None:
         """Refuses, with a sentence, a problem that it cannot work with."""
 

@@ -1,10 +1,15 @@
 """Ready problems."""
 
+from fedsolve.problems.cartpole import cartpole
+from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.neyman_pearson import neyman_pearson
 from fedsolve.problems.regression import linear_regression, logistic, logistic_regression
 from fedsolve.problems.sparse import like_real_sim, read_libsvm, sparse_logistic, sparse_regression
 
 __all__ = [
+    "adult",
+    "cartpole",
+    "fairness_report",
     "like_real_sim",
     "linear_regression",
     "logistic",

@@ -1,0 +1,36 @@
+"""An experiment's variants with all their seeds, as one program each, written as CSV.
+
+    python benchmarks/experiment.py fedsgm-table-1 out.csv                 # every variant
+    python benchmarks/experiment.py fedsgm-table-1 out.csv "Top-K 0.5"     # some
+
+`fedsolve run` does the same run by run. On an accelerator all seeds of a variant take about the
+time of one.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+
+import fedsolve as fs
+from fedsolve import config
+
+
+def main(name, path, wanted):
+    experiment = config.resolve(name, config.read(name))
+    tables = []
+    for variant, (problem, algorithm) in experiment.cells.items():
+        if wanted and variant not in wanted:
+            continue
+        began = time.perf_counter()
+        runs = fs.sweep(problem, algorithm, seeds=experiment.seeds, **experiment.options).runs
+        print(f"{variant}: {time.perf_counter() - began:.1f} s", flush=True)
+        for run in runs:
+            columns = {k: v for k, v in run.history.items() if v.ndim == 1}
+            tables.append(pd.DataFrame({"variant": variant, "seed": run.seed} | columns))
+    pd.concat(tables).to_csv(path, index=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,139 @@
+"""IncentFedAvg: federated averaging with clients that choose how much they contribute.
+
+Paper: Maleki, Raghavan, Yousefian, "Incentive-Aware Federated Averaging with Performance Guarantees
+under Strategic Participation" (2026), Algorithm 1.
+
+    minimise Σ p_i(N*) f_i(x),   p_i(N) = N_i / Σ_j N_j,
+    N* the Nash equilibrium of  min c_i(N) − a_i(N)  over  N_i in [N_i^min, N_i^max]
+
+| here | paper | |
+|---|---|---|
+| `game` | a, c, N^min, N^max | `fs.Game` |
+| `step_size` | γ | |
+| `game_step_size` | γ̃ | at most μ_F/L_F² (`game.monotonicity().step_size`) |
+| `local_steps` | H = T_{r+1} − T_r | a step draws the problem's `batch_size` samples |
+| `start` | N̂_0 | the middle of the bounds unless told |
+| `contributions` | N̂_r | kept by the server |
+| history `participation`, `weights` | N̂_{r+1}, p_{r+1} | after the round |
+
+With bounds that leave no choice, the same for all and equal to what clients have, it is FedAvg, to
+the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from fedsolve.compression import (
+    Compressor,
+    Identity,
+    Packet,
+    check_downlink,
+    no_residual,
+    with_feedback,
+)
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import Federation
+from fedsolve.fields import (
+    Scalar,
+    Schedule,
+    at,
+    check_count,
+    check_kind,
+    check_positive,
+    scalar,
+    static,
+)
+from fedsolve.games import Game
+from fedsolve.local import Optimizer, descend, optimizer_field
+from fedsolve.participation import Participating, Uniform
+from fedsolve.participation.strategic import check_players, first_contributions, start_field
+from fedsolve.problem import Client, Problem
+
+Vector = Float[Array, " d"]
+SUBSET = 2**31 - 1  # the subset's own key among those of the local steps
+
+
+class Server(eqx.Module):
+    """x̂_r, and N̂_r."""
+
+    x: Vector
+    contributions: Float[Array, " m"]
+
+
+class IncentFedAvg(Participating):
+    """Federated averaging with strategic participation (Algorithm 1).
+
+    Every round, client i draws a random subset of ⌈N_i⌉ of its samples, takes local steps on it,
+    and moves N_i against the slope of its own loss in the game; the server weighs the models by the
+    new N. A client that does not answer keeps its N. Compression is as in FedAvg.
+    """
+
+    game: Game
+    step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
+    game_step_size: Scalar = eqx.field(converter=scalar("game_step_size"))
+    local_steps: int = static(1)
+    local_optimizer: Optimizer | None = optimizer_field()
+    uplink: Compressor = Identity()
+    downlink: Compressor = Identity()
+    start: Any = start_field()
+
+    def __check_init__(self):
+        check_kind("game", self.game, Game)
+        check_kind("uplink", self.uplink, Compressor)
+        check_kind("downlink", self.downlink, Compressor)
+        check_positive("step_size", self.step_size)
+        check_positive("game_step_size", self.game_step_size)
+        check_count("local_steps", self.local_steps)
+        check_downlink(self.downlink)
+        if not isinstance(self.weighting, Uniform):
+            raise InvalidInput(
+                "IncentFedAvg weighs clients by what they contribute; give it no weighting."
+            )
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        check_players(self.game, self.start, problem)
+
+    # On the server
+
+    def init(self, w: Vector) -> Server:
+        return Server(w, first_contributions(self.game, self.start, w.dtype))
+
+    def round(
+        self, fed: Federation, server: Server, key: Key[Array, ""]
+    ) -> tuple[Server, dict[str, Any]]:
+        to_sample, to_compress = jax.random.split(key)
+        drawn = self.draw(fed, to_sample)
+        before, cohort = server.contributions, drawn.cohort
+        replies = fed.ask(self.improve, cohort, before, when=drawn.available)
+        chosen = jnp.where(replies.arrived, replies.values["contribution"], before[cohort])
+        N = before.at[cohort].set(chosen)
+        update = replies.pick("update").mean(N[cohort])
+        x = fed.project(server.x - at(self.step_size, fed.round) * update)
+        fed.publish(self.downlink(x - fed.w, to_compress))
+        return Server(x, N), drawn.info | {"participation": N, "weights": N / jnp.sum(N)}
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Vector | None:
+        return no_residual(self.uplink, w)
+
+    def improve(
+        self, client: Client, residual: Vector | None, N: Float[Array, " m"]
+    ) -> tuple[Vector | None, dict[str, Packet | Float[Array, ""]]]:
+        count = jnp.ceil(N[client.index])
+        subset = client.restricted(count, jax.random.fold_in(client.key, SUBSET))
+        step_size = at(self.step_size, client.round)
+        total = descend(
+            subset.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+        )
+        key = jax.random.fold_in(client.key, self.local_steps)
+        residual, packet = with_feedback(self.uplink, residual, total, key)
+        contribution = self.game.respond(client.index, N, self.game_step_size)
+        return residual, {"contribution": contribution, "update": packet}
