@@ -122,6 +122,7 @@ class Compressor(eqx.Module):
 
     unbiased = False
     contractive = False
+    deterministic = False  # draws nothing at random, so that its bound holds every time
 
     def __call__(self, v: Shaped[ArrayLike, "*shape"], key: PRNGKeyArray | None = None) -> Packet:
         v, name = jnp.asarray(v), type(self).__name__
@@ -173,6 +174,7 @@ class Identity(Compressor):
 
     unbiased = True
     contractive = True
+    deterministic = True
 
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Dense:
         return Dense(v)
@@ -229,6 +231,7 @@ class TopK(Sparsifier):
         default=None,
     )
     contractive = True
+    deterministic = True
 
     def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
         block, share = self.layout(v.size)
@@ -281,6 +284,7 @@ class SmallFloat(Compressor):
 
     format: ClassVar[np.dtype]
     contractive = True
+    deterministic = True
 
     @property
     def top(self) -> float:
@@ -397,6 +401,10 @@ class Compose(Compressor):
     @property
     def contractive(self) -> bool:
         return self.first.contractive and self.second.contractive
+
+    @property
+    def deterministic(self) -> bool:
+        return self.first.deterministic and self.second.deterministic
 
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Sparse:
         first_key, second_key = (None, None) if key is None else jax.random.split(key)

@@ -41,6 +41,7 @@ PROBLEMS: dict[str, Callable] = {
     "logistic": fs.problems.logistic,
     "sparse_logistic": fs.problems.sparse_logistic,
     "neyman_pearson": fs.problems.neyman_pearson,
+    "phase_retrieval": fs.problems.phase_retrieval,
 }
 RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
 COMPRESSORS: dict[str, Callable] = {

@@ -17,7 +17,7 @@ from fedsolve.algorithm import Algorithm
 from fedsolve.errors import ClientError
 from fedsolve.federation import Arrivals, Federation, Flags, Question, State
 from fedsolve.problem import Problem
-from fedsolve.simulation import evaluate
+from fedsolve.simulation import Follow, evaluate
 from fedsolve.stopping import Stop, wants_gradient
 
 
@@ -63,6 +63,7 @@ def advance(
     spans: Int[np.ndarray, "slots 3"],
     arrivals: Arrivals | None = None,
     rule: Stop | None = None,
+    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """As `simulation.advance`, one operation at a time."""
     entries = []
@@ -72,7 +73,11 @@ def advance(
             for _ in range(start, stop):
                 state, info = Debug(problem, state, arrivals).play(algorithm)
             entry = info | evaluate(
-                problem, state.w, state.evaluation_key, gradient=wants_gradient(rule)
+                problem,
+                state.w,
+                state.evaluation_key,
+                gradient=wants_gradient(rule),
+                follow=follow,
             )
             if rule is not None:
                 entry["stopped"] = np.asarray(look > 0 and rule(entry), bool)

@@ -6,6 +6,9 @@ takes parameters (in the problem's own structure) and returns the nearest ones i
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,10 +18,25 @@ from fedsolve.fields import Scalar, check_positive, scalar
 
 
 class Domain(eqx.Module):
-    """A closed convex set; `project(x)` is the point of it nearest to x."""
+    """A closed convex set; `project(x)` is the point of it nearest to x.
+
+    Theory also asks how large it is. A set that does not say is taken to be unbounded.
+    """
 
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         raise NotImplementedError
+
+    def farthest(self, x: Float[Array, " d"]) -> Any:
+        """sup ‖x − y‖ over y in X."""
+        return math.inf
+
+    def diameter(self, size: int) -> Any:
+        """sup ‖x − y‖ over x and y in X, in that many dimensions."""
+        return math.inf
+
+    def lowest(self, slope: Float[Array, " d"]) -> Any:
+        """inf slope·y over y in X."""
+        return -math.inf
 
 
 class WholeSpace(Domain):
@@ -42,6 +60,15 @@ class Ball(Domain):
         norm = jnp.linalg.norm(away)
         return away * jnp.where(norm > self.radius, self.radius / norm, 1) + self.center
 
+    def farthest(self, x: Float[Array, " d"]) -> Any:
+        return jnp.linalg.norm(x - self.center) + self.radius
+
+    def diameter(self, size: int) -> Any:
+        return 2 * self.radius
+
+    def lowest(self, slope: Float[Array, " d"]) -> Any:
+        return jnp.sum(slope * self.center) - self.radius * jnp.linalg.norm(slope)
+
 
 class Box(Domain):
     """X = {x : lower ≤ x_i ≤ upper}."""
@@ -56,6 +83,15 @@ class Box(Domain):
 
     def project(self, x: Float[Array, " d"]) -> Float[Array, " d"]:
         return jnp.clip(x, self.lower, self.upper)
+
+    def farthest(self, x: Float[Array, " d"]) -> Any:
+        return jnp.linalg.norm(jnp.maximum(jnp.abs(x - self.lower), jnp.abs(x - self.upper)))
+
+    def diameter(self, size: int) -> Any:
+        return (self.upper - self.lower) * math.sqrt(size)
+
+    def lowest(self, slope: Float[Array, " d"]) -> Any:
+        return jnp.sum(jnp.minimum(slope * self.lower, slope * self.upper))
 
 
 class Simplex(Domain):
@@ -72,3 +108,13 @@ class Simplex(Domain):
         count = jnp.arange(1, x.size + 1)
         kept = jnp.sum(descending * count > excess)
         return jnp.maximum(x - excess[kept - 1] / kept, 0)
+
+    def farthest(self, x: Float[Array, " d"]) -> Any:
+        # The farthest point is a corner; ‖x − total e_i‖² = ‖x‖² − 2 total x_i + total²
+        return jnp.sqrt(jnp.sum(x**2) - 2 * self.total * jnp.min(x) + self.total**2)
+
+    def diameter(self, size: int) -> Any:
+        return self.total * math.sqrt(2) if size > 1 else 0.0
+
+    def lowest(self, slope: Float[Array, " d"]) -> Any:
+        return self.total * jnp.min(slope)

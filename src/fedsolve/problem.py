@@ -82,6 +82,7 @@ class Problem(eqx.Module):
     - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
       anew each time; None for all of them. Evaluation always uses all.
     - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
+    - `optimum`: f*, the least objective under the constraint, where it is known.
     - `validation`: data that the server holds, in the form of one client's data, for those who
       weigh clients by it.
     """
@@ -96,6 +97,7 @@ class Problem(eqx.Module):
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
+    optimum: float | None = eqx.field(static=True)
     given: tuple[Callable, Constraint | Callable | None]  # objective and constraint as written
 
     def __init__(
@@ -108,6 +110,7 @@ class Problem(eqx.Module):
         batch_size: int | None = None,
         test: PyTree = None,
         metrics: Mapping[str, Callable] | None = None,
+        optimum: float | int | None = None,
         validation: PyTree = None,
     ):
         samples = as_samples(clients)
@@ -130,6 +133,9 @@ class Problem(eqx.Module):
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
         self.layout = Layout.of(params)
+        if optimum is not None and not np.isfinite(optimum):
+            raise InvalidInput(f"optimum is the least value of the objective, got {optimum}.")
+        self.optimum = None if optimum is None else float(optimum)
 
     @property
     def n(self) -> int:

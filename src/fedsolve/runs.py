@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import PyTree
@@ -12,6 +12,9 @@ from jaxtyping import PyTree
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import State
 from fedsolve.problem import Problem
+
+if TYPE_CHECKING:
+    from fedsolve.theory import Certificate
 
 History = dict[str, np.ndarray]
 
@@ -76,6 +79,16 @@ class Run:
         return (
             f"Run({type(self.algorithm).__name__}, rounds={self.rounds}, seed={self.seed}, {shown})"
         )
+
+    def certificate(
+        self, optimum: float | int | None = None, accuracy: float = 1e-6
+    ) -> Certificate:
+        """What the theorem behind the algorithm promised (`FedSGM.from_theory`), beside what was
+        reached: f(w̄) − f* and g(w̄). f* is `optimum`, else the problem's own, else a reference
+        solution to `accuracy`, for which f and g must be convex."""
+        from fedsolve.theory import certificate
+
+        return certificate(self, optimum=optimum, accuracy=accuracy)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Objective and constraint against rounds, as a matplotlib figure; saved if a path is

@@ -32,6 +32,8 @@ SLOTS = 100
 TOGETHER = 2**25  # bytes: so much of clients' data is worked on in one piece,
 BLOCK = 2**22  # and of more than that only so much at a time (benchmarks/fedadmm_scale.py)
 
+Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
+
 
 class Simulation(Federation):
     """A federation inside one compiled program."""
@@ -155,10 +157,18 @@ def evaluate(
     key: Key[Array, ""] | None = None,
     at_once: int | None = None,
     gradient: bool = False,
+    follow: Follow = (),
 ) -> dict[str, Any]:
-    """f (and ‖∇f‖², if asked for) and g over all clients, and the metrics, at w."""
+    """f (and ‖∇f‖², if asked for) and g over all clients, the metrics, and what else is to be
+    followed, at w."""
     values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
-    return combined(problem, w, values)
+    found = combined(problem, w, values)
+    for name, diagnostic in follow:
+        told = diagnostic(problem, problem.layout.unravel(w))
+        for path, leaf in jax.tree.leaves_with_path(told):
+            part = jax.tree_util.keystr(path, simple=True, separator=".")
+            found[f"{name}.{part}" if part else name] = jnp.asarray(leaf)
+    return found
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
@@ -182,6 +192,7 @@ def advance(
     at_once: int | None = None,
     rule: Stop | None = None,
     stopped: Any = False,
+    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
     has stopped it, nothing is run any more: entries say `stopped`."""
@@ -198,7 +209,8 @@ def advance(
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        found = evaluate(problem, state.w, state.evaluation_key, at_once, wants_gradient(rule))
+        gradient = wants_gradient(rule)
+        found = evaluate(problem, state.w, state.evaluation_key, at_once, gradient, follow)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +23,7 @@ from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
 from fedsolve.simulation import (
     SLOTS,
+    Follow,
     Simulation,
     client_values,
     compiled_advance,
@@ -48,6 +49,7 @@ def solve(
     resume: State | None = None,
     stop: Stop | None = None,
     progress: Callable[[int, int, History], None] | None = None,
+    follow: Mapping[str, Any] | None = None,
 ) -> Run:
     """Runs the algorithm for that many rounds, or until a rule says that it is enough.
 
@@ -62,6 +64,8 @@ def solve(
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
       name); it is looked at after every evaluation, and `run.rounds` says how many were done.
     - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
+    - `follow`: by name, functions of (problem, params) that see the whole problem, such as
+      `fs.theory.skewness`; computed with the objective, inside the compiled program.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
@@ -70,6 +74,7 @@ def solve(
     check_stop(stop)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
+    followed = as_follow(follow)
     began = time.perf_counter()
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
@@ -79,10 +84,19 @@ def solve(
 
         def advance(state: State, spans: Spans) -> tuple[State, History, bool]:
             if runtime == "debug":
-                after, entries = debug.advance(placed, tuned, state, spans, arrivals, rule)
+                after, entries = debug.advance(
+                    placed, tuned, state, spans, arrivals, rule, followed
+                )
             else:
                 after, entries = compiled_advance(
-                    placed, tuned, state, padded(spans), arrivals, clients_at_once, rule
+                    placed,
+                    tuned,
+                    state,
+                    padded(spans),
+                    arrivals,
+                    clients_at_once,
+                    rule,
+                    follow=followed,
                 )
             spans, stopped = until_stopped(entries, spans)
             return after, on_host(entries, spans), stopped
@@ -148,6 +162,16 @@ def check_run(
     if precision not in (None, "float32", "float64"):
         raise InvalidInput(f'precision must be "float32" or "float64", got {precision!r}.')
     algorithm.check(problem)
+
+
+def as_follow(follow: Mapping[str, Any] | None) -> Follow:
+    """What is to be followed, in a form that a compiled program can be kept for."""
+    for name, function in (follow or {}).items():
+        if not callable(function):
+            raise InvalidInput(
+                f"follow[{name!r}] must be a function of (problem, params), got {function!r}."
+            )
+    return tuple((follow or {}).items())
 
 
 @contextlib.contextmanager

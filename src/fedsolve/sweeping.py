@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,9 +20,10 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import Run, Sweep
-from fedsolve.simulation import SLOTS, advance
+from fedsolve.simulation import SLOTS, Follow, advance
 from fedsolve.solving import (
     Spans,
+    as_follow,
     check_run,
     joined,
     numbers_on_device,
@@ -44,6 +45,7 @@ def sweep(
     precision: str | None = None,
     clients_at_once: int | None = None,
     stop: Stop | None = None,
+    follow: Mapping[str, Any] | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
     """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or
@@ -53,6 +55,7 @@ def sweep(
     compiled program, mapped over algorithm and seed. Values that change the program itself (local
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
     stop the others; the table says in which round it did. A rule `stop` ends each run by itself.
+    `follow` is as in `solve`.
     """
     cells = [
         (settings, changed, seed)
@@ -64,6 +67,7 @@ def sweep(
     for _, changed, _ in cells:
         check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
     check_stop(stop)
+    followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
         placed, rule = problem.on_device(dtype), as_device_array(stop, dtype)
@@ -81,7 +85,7 @@ def sweep(
             stopped = np.zeros(len(members), bool)
             for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
                 state, entries = _advance_all(
-                    placed, stacked, state, padded(now), clients_at_once, rule, stopped
+                    placed, stacked, state, padded(now), clients_at_once, rule, stopped, followed
                 )
                 chunks.append(on_host(entries, now))
                 if rule is not None:
@@ -132,10 +136,11 @@ def _advance_all(
     at_once: int | None,
     rule: Stop | None,
     stopped: Any,
+    follow: Follow,
 ) -> tuple[State, dict[str, Any]]:
     def one(algorithm: Algorithm, state: State, stopped: Any) -> tuple[State, dict[str, Any]]:
         stopped = False if rule is None else stopped  # then all runs go through the same rounds
-        return advance(problem, algorithm, state, spans, None, at_once, rule, stopped)
+        return advance(problem, algorithm, state, spans, None, at_once, rule, stopped, follow)
 
     # Entries have their slots first, as those of a single run do.
     return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0, 0), out_axes=(0, 1))(
@@ -158,7 +163,7 @@ def _combinations(
 def with_field(module: Any, path: Sequence[str], value: Any) -> Any:
     """The module with one field, perhaps of a part of it, replaced; its checks run again."""
     name, *rest = path
-    names = [field.name for field in dataclasses.fields(module)]
+    names = [field.name for field in dataclasses.fields(module) if field.init]
     if name not in names:
         raise InvalidInput(
             f"{type(module).__name__} has no field {name!r}; it has {', '.join(names)}."

@@ -54,8 +54,10 @@ from fedsolve.fields import (
 )
 from fedsolve.local import descend
 from fedsolve.participation import Drawn, Participating
-from fedsolve.problem import Client
-from fedsolve.switching import Hard, Switching
+from fedsolve.problem import Client, Problem
+from fedsolve.switching import Hard, Soft, Switching
+from fedsolve.theory.fitting import fedsgm_for
+from fedsolve.theory.guarantee import Guarantee
 
 Vector = Float[Array, " d"]
 
@@ -84,6 +86,8 @@ class FedSGM(Participating):
     local_steps: int = static(1)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
+    # What a theorem promises for exactly these numbers; `dataclasses.replace` drops it.
+    guarantee: Guarantee | None = eqx.field(static=True, init=False, default=None)
 
     def __check_init__(self):
         check_kind("switching", self.switching, Switching)
@@ -93,6 +97,49 @@ class FedSGM(Participating):
         check_positive("tolerance", self.tolerance, zero=True)
         check_count("local_steps", self.local_steps)
         check_downlink(self.downlink)
+
+    @classmethod
+    def from_theory(
+        cls,
+        problem: Problem,
+        rounds: int,
+        *,
+        soft: bool = False,
+        participants: int | None = None,
+        local_steps: int = 1,
+        uplink: Compressor | None = None,
+        downlink: Compressor | None = None,
+        **known: Any,
+    ) -> FedSGM:
+        """With the step size, tolerance and β of the theorem that covers the case, which is then
+        `guarantee`; after the run, `run.certificate()` says how it was kept.
+
+        `known` are constants by their names in `fs.theory.fedsgm` (`distance`, `lipschitz`,
+        `sigma`, `failure`, …). D comes from the domain and G, σ and noise are estimated at `points`
+        sampled points where they are not given; `guarantee.unchecked` says so.
+        """
+        uplink, downlink = uplink or Identity(), downlink or Identity()
+        promise = fedsgm_for(
+            problem,
+            rounds,
+            soft=soft,
+            participants=participants,
+            local_steps=local_steps,
+            uplink=uplink,
+            downlink=downlink,
+            **known,
+        )
+        algorithm = cls(
+            step_size=promise.step_size,
+            tolerance=promise.tolerance,
+            switching=Hard() if promise.beta is None else Soft(promise.beta),
+            participants=participants,
+            local_steps=local_steps,
+            uplink=uplink,
+            downlink=downlink,
+        )
+        object.__setattr__(algorithm, "guarantee", promise)  # not an argument of `cls`
+        return algorithm
 
     # On the server
 

@@ -9,13 +9,15 @@ loss on the majority class (benign) as small as possible:
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from fedsolve.domains import Ball, WholeSpace
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count
+from fedsolve.fields import check_count, check_positive
 from fedsolve.problem import Problem
 from fedsolve.problems.losses import logistic
 
@@ -27,6 +29,7 @@ def neyman_pearson(
     seed: int = 0,
     batch_size: int | None = None,
     radius: float | None = None,
+    level: float | int | None = None,
 ) -> Problem:
     """Breast-cancer classification with the loss on the malignant class held below a tolerance.
 
@@ -36,11 +39,17 @@ def neyman_pearson(
 
     The training data are linearly separable, so without a bound on w the infimum of f is 0 and is
     not attained. `radius` keeps ‖w‖ below it, which makes X compact, as the paper's theory has it.
+
+    A loss is never 0, so that no w satisfies g(w) ≤ 0, and the paper bounds g by the algorithm's
+    tolerance instead. With a `level`, g is the loss less the level: then feasible points exist, and
+    what the theory says about g ≤ 0 has a meaning.
     """
     from sklearn.datasets import load_breast_cancer
     from sklearn.model_selection import train_test_split
 
     check_count("clients", clients)
+    if level is not None:
+        check_positive("level", level)
     every, is_benign = map(np.asarray, load_breast_cancer(return_X_y=True))
     inputs, held_out, benign, held_out_benign = map(
         np.asarray,
@@ -63,7 +72,7 @@ def neyman_pearson(
 
     return Problem(
         objective=majority_loss,
-        constraint=minority_loss,
+        constraint=minority_loss if level is None else MinorityLossAbove(float(level)),
         clients={name: deal(rows) for name, rows in classes.items()},
         params=np.zeros(inputs.shape[1]),
         domain=WholeSpace() if radius is None else Ball(radius),
@@ -79,6 +88,16 @@ def majority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
 
 def minority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
     return jnp.mean(logistic(-(data["minority"] @ w)))
+
+
+@dataclasses.dataclass(frozen=True)
+class MinorityLossAbove:
+    """The minority's loss less a level. Two with one level are equal: they share a program."""
+
+    level: float
+
+    def __call__(self, w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+        return minority_loss(w, data) - self.level
 
 
 def false_alarm(w: Float[Array, " d"], test: Rows) -> Float[Array, ""]:

@@ -1,6 +1,11 @@
-"""What the papers' theorems ask for and promise."""
+"""What the papers' theorems ask for and promise, certificates of runs, and diagnostics."""
 
 from fedsolve.theory import fedadmm
+from fedsolve.theory.certificate import Certificate, certificate
+from fedsolve.theory.estimates import Estimates, estimate
+from fedsolve.theory.fedsgm import fedsgm
+from fedsolve.theory.geometry import Skewness, skewness
+from fedsolve.theory.guarantee import Guarantee
 from fedsolve.theory.incentfedavg import (
     IncentGuarantee,
     Participation,
@@ -8,12 +13,26 @@ from fedsolve.theory.incentfedavg import (
     incentfedavg,
     participation,
 )
+from fedsolve.theory.reference import Optimum, optimum
+from fedsolve.theory.stationarity import Stationarity, stationarity
 
 __all__ = [
+    "Certificate",
+    "Estimates",
+    "Guarantee",
     "IncentGuarantee",
+    "Optimum",
     "Participation",
+    "Skewness",
+    "Stationarity",
+    "certificate",
     "convex_dissimilarity",
+    "estimate",
     "fedadmm",
+    "fedsgm",
     "incentfedavg",
+    "optimum",
     "participation",
+    "skewness",
+    "stationarity",
 ]

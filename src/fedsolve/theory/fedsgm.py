@@ -1,0 +1,396 @@
+"""What FedSGM's theorems ask for and promise.
+
+Papers: "FedSGM: A Unified Framework …" (here FedSGM; Theorems 1 and 2 in the text are 3 to 8 in its
+Appendix C, 9 is in D, 10 in E) and "Switching Gradient Methods for Constrained Federated
+Optimization" (the forerunner), whose uplink is unbiased.
+
+| here | papers | |
+|---|---|---|
+| `distance` | D | ‖w_0 − w*‖, or the diameter of X where clients or data are sampled |
+| `lipschitz` | G | of every f_j and g_j |
+| `rounds`, `local_steps` | T, E | |
+| `clients`, `participants` | n, m | |
+| `q`, `q_0` | q, q_0 | contraction of uplink and downlink |
+| `q_u` | q_u | variance of an unbiased uplink |
+| `failure` | δ | |
+| `sigma` | σ | Ĝ(w) − g(w) is σ²/m-sub-Gaussian |
+| `gradient_noise` | σ_ξ | of minibatch gradients |
+| `constraint_noise`, `constraint_batch` | σ_b, N_b | of minibatch constraint values |
+| `rho`, `rho_hat` | ρ, ρ̂ | weak convexity of f, and the proximal weight |
+| `feasible_value` | g(w_feas) | a negative value of g, for Slater's condition |
+
+All of them but Theorem 10 take η = √(D² / (2G²ETΓ)) and an ε that starts with √(2D²G²Γ / (ET)), and
+differ in Γ and in what sampling adds to ε. Where a statement and its proof do not fit together, the
+numbers here are the statement's, and `unchecked` says what the proof leaves open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import log, sqrt
+from typing import Any
+
+from fedsolve.compression import Compressor
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_count, check_kind, check_positive
+from fedsolve.theory.guarantee import Guarantee
+
+Number = float | int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """The constants, by the papers' letters."""
+
+    D: float
+    G: float
+    T: int
+    E: int
+    n: int
+    m: int
+    delta: float
+    sigma: float
+    soft: bool
+
+    def guarantee(
+        self,
+        theorem: str,
+        gamma: float,
+        unchecked: list[str],
+        sampling: float = 0.0,
+        deviation: float = 0.0,
+        factor: float = 1.0,
+    ) -> Guarantee:
+        """Γ and what the theorem adds to ε; `deviation` is how far Ĝ may be from g."""
+        D, G, T, E = self.D, self.G, self.T, self.E
+        epsilon = factor * sqrt(2 * D**2 * G**2 * gamma / (E * T)) + sampling
+        is_sure = sampling == 0
+        return Guarantee(
+            theorem=theorem,
+            step_size=sqrt(D**2 / (2 * G**2 * E * T * gamma)),
+            tolerance=epsilon,
+            gamma=gamma,
+            bound=epsilon,
+            constraint_bound=epsilon + deviation,
+            probability=1.0 if is_sure else 1 - self.delta,
+            beta=2 / epsilon if self.soft else None,
+            multiplier=None,
+            unchecked=tuple(unchecked),
+            rounds=T,
+            local_steps=E,
+            clients=self.n,
+            participants=self.m,
+        )
+
+
+CONVEX = "Every f_j and g_j is convex and Lipschitz with the G given (Assumption 1)."
+NEAR = "‖w_0 − w*‖ is at most the D given."
+COMPACT = "X is convex and its diameter is at most the D given (Assumption 2)."
+NO_PROJECTION = "X is all of R^d: the iterate x_t − η e_t of the proof is not projected."
+CONTRACTION = "The compressors contract as q and q_0 say (Assumption 3)."
+EXPECTED = "The bound is one in expectation over the compressors' draws; a run may exceed it."
+SAMPLED = "Ĝ(w_t) − g(w_t) is σ²/m-sub-Gaussian with the σ given (Assumption 4)."
+ONE_COHORT = (
+    "The clients that estimate g are independent of those whose gradients are taken (Assumption 4);"
+    " Algorithm 1 takes one cohort for both."
+)
+OUTSIDE = "w_t stays in X: only x_t is projected, and w_t follows it by compressed steps."
+PRODUCT = (
+    "Γ's term 8E√(10(1−q_0))/(q_0 q) is less than the proof's own bounds on ‖x_t − w_t‖ and ‖v_t‖ "
+    "give (80E√(1−q_0)/(q_0 q²)); Γ is enough for compressors with ‖C(v)‖ ≤ ‖v‖, such as Top-K."
+)
+
+
+def fedsgm(
+    *,
+    distance: Number,
+    lipschitz: Number,
+    rounds: int,
+    local_steps: int = 1,
+    clients: int = 1,
+    participants: int | None = None,
+    soft: bool = False,
+    uplink: Compressor | None = None,
+    downlink: Compressor | None = None,
+    size: int | None = None,
+    q: Number = 1.0,
+    q_0: Number = 1.0,
+    q_u: Number = 0.0,
+    failure: Number = 0.05,
+    sigma: Number | None = None,
+    gradient_noise: Number | None = None,
+    constraint_noise: Number = 0.0,
+    constraint_batch: int = 1,
+    rho: Number | None = None,
+    rho_hat: Number | None = None,
+    feasible_value: Number | None = None,
+) -> Guarantee:
+    """Step size, tolerance, β and the promised bound, from the theorem that covers the case.
+
+    Give what the problem has: `distance` D, `lipschitz` G, `clients` n, and with `participants`
+    fewer than that, `sigma`. Compression is given by compressors and the `size` d of what they
+    compress, or by their constants: `q` and `q_0` of contractive ones, `q_u` of an unbiased uplink.
+    With `gradient_noise`, gradients are stochastic (Theorem 9); with `rho`, f is only weakly convex
+    (Theorem 10), which needs `feasible_value` and takes `rho_hat` = 3`rho` unless told.
+    A case that no theorem covers is refused.
+    """
+    for name, value in (("distance", distance), ("lipschitz", lipschitz)):
+        check_positive(name, value)
+    check_count("rounds", rounds)
+    check_count("local_steps", local_steps)
+    check_count("clients", clients)
+    check_count("constraint_batch", constraint_batch)
+    if participants is not None:
+        check_count("participants", participants, most=clients)
+    for name, value in (("sigma", sigma), ("gradient_noise", gradient_noise), ("q_u", q_u)):
+        if value is not None:
+            check_positive(name, value, zero=True)
+    check_positive("constraint_noise", constraint_noise, zero=True)
+    if not 0 < failure < 1:
+        raise InvalidInput(f"failure is a probability between 0 and 1, got {failure}.")
+    for name, value in (("q", q), ("q_0", q_0)):
+        if not 0 < value <= 1:
+            raise InvalidInput(
+                f"{name} is the contraction of a compressor, in (0, 1], got {value}."
+            )
+    named = uplink is not None or downlink is not None
+    if named and (q, q_0, q_u) != (1, 1, 0):
+        raise InvalidInput("Give compressors or their constants (q, q_0, q_u), not both.")
+    is_random = False
+    if named:
+        q, q_0, q_u, is_random = _constants(uplink, downlink, size)
+    m = clients if participants is None else participants
+    if m < clients and sigma is None:
+        raise InvalidInput(
+            "With fewer participants than clients the theorems need sigma: how far a cohort's "
+            "constraint may be from everyone's (half the range of the g_j(w) will do)."
+        )
+    of_clients = 0.0 if m == clients else float(sigma or 0)
+    case = _Setting(
+        D=float(distance),
+        G=float(lipschitz),
+        T=rounds,
+        E=local_steps,
+        n=clients,
+        m=m,
+        delta=failure,
+        sigma=of_clients,
+        soft=soft,
+    )
+    compressed = q < 1 or q_0 < 1 or q_u > 0
+    if rho is not None:
+        _refuse("f is only weakly convex (Theorem 10)", soft, compressed, gradient_noise)
+        return _weakly_convex(case, rho, rho_hat, feasible_value)
+    if gradient_noise is not None:
+        _refuse("gradients are stochastic (Theorem 9)", soft, compressed)
+        return _stochastic(case, gradient_noise, constraint_noise, constraint_batch)
+    if soft and m < clients:
+        raise InvalidInput(
+            "No theorem covers soft switching with partial participation; take hard switching, or "
+            "all clients."
+        )
+    if q_u > 0:
+        if m < clients or q < 1 or q_0 < 1:
+            raise InvalidInput(
+                "No theorem covers an unbiased uplink with partial participation or with a "
+                "compressed downlink; take all clients and no downlink compression, or a "
+                "contractive uplink such as TopK."
+            )
+        return _unbiased(case, q_u)
+    if m < clients:
+        if compressed and is_random:
+            raise InvalidInput(
+                "With partial participation Theorem 7 needs deterministic compressors, such as "
+                "TopK; these draw at random."
+            )
+        return _partial(case, q, q_0, named)
+    return _full(case, q, q_0, named, is_random)
+
+
+def _full(case: _Setting, q: Number, q_0: Number, named: bool, is_random: bool) -> Guarantee:
+    """Theorems 3 and 6 (hard), 5 and 8 (soft)."""
+    E = case.E
+    compression = 2 * E * sqrt(1 - q) / q + 4 * E * sqrt(10 * (1 - q_0)) / (q_0 * q)
+    compressed = compression > 0
+    number, text = {
+        (False, False): (3, 1),
+        (True, False): (5, 2),
+        (False, True): (6, 1),
+        (True, True): (8, 2),
+    }[case.soft, compressed]
+    gamma = 2 * E**2 + compression
+    unchecked = [CONVEX, NEAR]
+    if compressed:
+        unchecked += [NO_PROJECTION] + [EXPECTED] * is_random + [CONTRACTION] * (not named)
+    if case.soft and (proven := _soft_factor(gamma, _needed(E) + compression)) > 1:
+        unchecked.append(
+            "The statement's ε is less than the one in its proof: with it and β = 2/ε, "
+            f"f(w̄) − f* ≤ {proven:.3g} ε is what follows."
+        )
+    return case.guarantee(
+        f"FedSGM, Theorem {number} (Theorem {text}, full participation)", gamma, unchecked
+    )
+
+
+def _partial(case: _Setting, q: Number, q_0: Number, named: bool) -> Guarantee:
+    """Theorems 4 and 7."""
+    E, n, m, T, D, G = case.E, case.n, case.m, case.T, case.D, case.G
+    unchecked = [CONVEX, COMPACT, SAMPLED, ONE_COHORT]
+    deviation = case.sigma * sqrt(2 / m * log(6 * T / case.delta))
+    sampling = 4 * D * G / sqrt(m * T) * sqrt(2 * log(3 / case.delta)) + 2 * deviation
+    if q == q_0 == 1:
+        theorem, gamma = 4, 2.0 * E**2
+    else:
+        theorem = 7
+        gamma = (
+            2 * E**2
+            + 16 * E * (n / m) * sqrt(10 * (1 - q) * (1 - q_0)) / (q_0 * q**2)
+            + 8 * E * sqrt(10 * (1 - q_0)) / (q_0 * q)
+            + 20 * E / q**2
+            + (n / m) * 4 * E * sqrt(10 * (1 - q)) / q**2
+        )
+        sampling += (n / m) * 2 * D * G * sqrt(1 - q) / (q * T)
+        unchecked += [OUTSIDE, PRODUCT] * (q_0 < 1) + [CONTRACTION] * (not named)
+    return case.guarantee(
+        f"FedSGM, Theorem {theorem} (Theorem 1, partial participation)",
+        gamma,
+        unchecked,
+        sampling,
+        deviation,
+    )
+
+
+def _unbiased(case: _Setting, q_u: Number) -> Guarantee:
+    """The forerunner's Theorems 6 (hard) and 7 (soft), whose proof takes twice the ε."""
+    gamma = 2 * case.E**2 + case.E * q_u / (2 * case.n)
+    number, factor = (7, 2.0) if case.soft else (6, 1.0)
+    return case.guarantee(
+        f"FedSGM's forerunner, Theorem {number} (Theorem {2 if case.soft else 1})",
+        gamma,
+        [CONVEX, NEAR, EXPECTED],
+        factor=factor,
+    )
+
+
+def _stochastic(case: _Setting, noise: Number, of_values: Number, batch: int) -> Guarantee:
+    """Theorem 9: minibatch gradients and constraint values."""
+    D, G, T, E, n, m, delta = case.D, case.G, case.T, case.E, case.n, case.m, case.delta
+    effective = (
+        3 * E**2 * G**2
+        + E**2 * noise**2 * (1 + log(7 * n * T * E / delta))
+        + 4 / m * (E * G**2 + noise**2) * log(28 * T / delta)
+    )
+    deviation = sqrt(2 / m * (case.sigma**2 + of_values**2 / batch) * log(14 * T / delta))
+    sampling = (
+        4 * G * D * sqrt(2 / (m * T) * log(7 / delta))
+        + 2 * D * noise * sqrt(2 / (m * E * T) * log(7 / delta))
+        + 2 * deviation
+    )
+    unchecked = [
+        CONVEX,
+        COMPACT,
+        "Gradient noise δ has E exp(‖δ‖²/σ_ξ²) ≤ e with the σ_ξ given (Assumption 5).",
+        "Constraint noise is σ_b²/N_b-sub-Gaussian (Assumption 5).",
+        "The samples that estimate g are independent of those whose gradients are taken.",
+    ]
+    if m < n:
+        unchecked += [SAMPLED, ONE_COHORT]
+    return case.guarantee(
+        "FedSGM, Theorem 9 (stochastic)", effective / G**2, unchecked, sampling, deviation
+    )
+
+
+def _weakly_convex(
+    case: _Setting, rho: Number, rho_hat: Number | None, feasible_value: Number | None
+) -> Guarantee:
+    """Theorem 10. Γ is the proof's; η and ε are the statement's, which rounds it up to 2E²."""
+    D, G, T, E, m, delta = case.D, case.G, case.T, case.E, case.m, case.delta
+    check_positive("rho", rho)
+    rho_hat = 3 * rho if rho_hat is None else rho_hat
+    if not rho_hat > 2 * rho:
+        raise InvalidInput(f"rho_hat must exceed 2 rho = {2 * rho:g}, got {rho_hat}.")
+    if feasible_value is None or not feasible_value < 0:
+        raise InvalidInput(
+            "Theorem 10 needs feasible_value = g(w_feas) < 0 at some point inside X (Slater's "
+            f"condition), got {feasible_value}."
+        )
+    multiplier = (G * D + rho_hat * D**2) / -feasible_value
+    deviation = case.sigma * sqrt(2 / m * log(8 * T / delta))
+    epsilon = (
+        sqrt(4 * D**2 * G**2 * E / T)
+        + D**2 * rho / (8 * E * T)
+        + 4 * G * D / sqrt(m * T) * sqrt(2 * log(4 / delta))
+        + 2 * deviation * (1 + multiplier)
+    )
+    return Guarantee(
+        theorem="FedSGM, Theorem 10 (weakly convex)",
+        step_size=sqrt(D**2 / (4 * G**2 * E**3 * T)),
+        tolerance=epsilon,
+        gamma=_needed(E),
+        bound=sqrt((1 + multiplier) * epsilon / (rho_hat - 2 * rho)),
+        constraint_bound=epsilon + deviation,
+        probability=1 - delta,
+        beta=None,
+        multiplier=multiplier,
+        unchecked=(
+            "Every f_j is weakly convex with the ρ given, and every g_j is convex "
+            "(Assumptions 6 and 7).",
+            "Every f_j and g_j is Lipschitz with the G given (Assumption 8).",
+            COMPACT,
+            "g takes the value given in the relative interior of X (Assumption 9).",
+            *([SAMPLED, ONE_COHORT] if m < case.n else []),
+        ),
+        rounds=T,
+        local_steps=E,
+        clients=case.n,
+        participants=m,
+    )
+
+
+def _needed(E: int) -> float:
+    """What local steps cost in the proofs; the statements round it up to 2E²."""
+    return E / 2 + 1 + E**2 / 3
+
+
+def _soft_factor(gamma: float, needed: float) -> float:
+    """By how much f(w̄) − f* may exceed ε = √(2D²G²Γ/(ET)) when β = 2/ε.
+
+    With S = (ε/2)(1 + needed/Γ) for the left side of (20), 1 − σ_t = β(ε − g(w_t)) where both
+    gradients are mixed, and a the mean of 1 − σ_t, (20) says f(w̄) − f* ≤ ε − (ε − S)/a + (1 − a)/β.
+    The worst a gives ε + ε·max(0, 1/2 − √(1 − needed/Γ)).
+    """
+    return 1 + max(0.0, 0.5 - sqrt(1 - needed / gamma))
+
+
+def _constants(
+    uplink: Compressor | None, downlink: Compressor | None, size: int | None
+) -> tuple[float, float, float, bool]:
+    """q, q_0, q_u, and whether anything is drawn at random."""
+    if size is None:
+        raise InvalidInput("Compressors' constants depend on the size of w: give size as well.")
+    check_count("size", size)
+    for name, part in (("uplink", uplink), ("downlink", downlink)):
+        if part is not None:
+            check_kind(name, part, Compressor)
+    q, q_u, q_0 = 1.0, 0.0, 1.0
+    if uplink is not None and uplink.unbiased:  # no error feedback then: FedSGM sends C(Δ_j)
+        q_u = uplink.variance(size)
+    elif uplink is not None:
+        q = _contraction("uplink", uplink, size)
+    if downlink is not None:
+        q_0 = _contraction("downlink", downlink, size)
+    used = [part for part in (uplink, downlink) if part is not None]
+    return q, q_0, q_u, not all(part.deterministic for part in used)
+
+
+def _contraction(name: str, part: Compressor, size: int) -> float:
+    if not part.contractive:
+        raise InvalidInput(f"The {name} must be contractive, and {part} is not.")
+    return part.contraction(size)
+
+
+def _refuse(case: str, soft: bool, compressed: bool, noise: Any = None) -> None:
+    others = {"soft switching": soft, "compression": compressed, "stochastic gradients": noise}
+    for other, given in others.items():
+        if given:
+            raise InvalidInput(f"No theorem covers {other} where {case}.")

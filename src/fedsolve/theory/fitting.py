@@ -1,0 +1,79 @@
+"""A guarantee for a problem at hand: what the user knows, and estimates for the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsolve.domains import WholeSpace
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_count, check_kind
+from fedsolve.problem import Problem
+from fedsolve.theory.estimates import check_mean, estimate, extent
+from fedsolve.theory.fedsgm import NEAR, NO_PROJECTION, fedsgm
+from fedsolve.theory.guarantee import Guarantee
+
+
+def fedsgm_for(
+    problem: Problem,
+    rounds: int,
+    *,
+    participants: int | None = None,
+    points: int = 64,
+    seed: int = 0,
+    **known: Any,
+) -> Guarantee:
+    """`fedsgm` with n, d and X from the problem, and estimates of the constants that are not given.
+
+    `unchecked` says which ones are estimates and from how many points.
+    """
+    check_kind("problem", problem, Problem)
+    check_mean(problem)
+    if participants is not None:
+        check_count("participants", participants, most=problem.n)
+    given = {name: value for name, value in known.items() if value is not None}
+    partial = participants is not None and participants < problem.n
+    stochastic = problem.batch_size is not None
+    weakly = "rho" in given
+    with jax.enable_x64(True):
+        away, across = extent(problem.on_device(jnp.float64))
+    of_size: list[str] = []
+    if "distance" not in given:
+        if not np.isfinite(away):
+            raise InvalidInput(
+                "X is unbounded, so D is unknown: give distance, a bound on ‖w_0 − w*‖, or a "
+                "bounded domain such as Ball."
+            )
+        by_diameter = partial or stochastic or weakly
+        given["distance"] = across if by_diameter else away
+        of_size = [] if by_diameter else [NEAR]  # known: w* is in X
+    wanted = [("lipschitz", "lipschitz")]
+    if partial:
+        wanted += [("sigma", "sigma")]
+    if stochastic:
+        wanted += [("gradient_noise", "gradient_noise"), ("constraint_noise", "constraint_noise")]
+    if weakly:
+        wanted += [("feasible_value", "lowest_constraint")]
+    missing = [(name, source) for name, source in wanted if name not in given]
+    said: list[str] = []
+    if missing:
+        radius = None if np.isfinite(away) else given["distance"]
+        seen = estimate(problem, points=points, seed=seed, radius=radius)
+        for name, source in missing:
+            given[name] = getattr(seen, source)
+            said.append(
+                f"{name} = {given[name]:.6g} is an estimate: the extreme of what was seen at "
+                f"{points} points of X."
+            )
+    guarantee = fedsgm(
+        rounds=rounds, clients=problem.n, participants=participants, size=problem.size, **given
+    )
+    known_facts = list(of_size)
+    if isinstance(problem.domain, WholeSpace):
+        known_facts.append(NO_PROJECTION)
+    open_ones = [sentence for sentence in guarantee.unchecked if sentence not in known_facts]
+    return dataclasses.replace(guarantee, unchecked=tuple(open_ones + said))

@@ -1,0 +1,42 @@
+"""f, g and their gradients over all samples, as theory looks at a problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fedsolve.problem import Problem
+from fedsolve.replies import Replies
+from fedsolve.samples import Samples
+from fedsolve.simulation import client_values, combined
+
+Rows = Float[Array, "n d"]
+
+
+def client_gradients(problem: Problem, w: Float[Array, " d"]) -> tuple[Rows, Rows]:
+    """∇f_j(w) and ∇g_j(w) of every client; without a constraint, the latter are zero."""
+    constraint, layout = problem.constraint, problem.layout
+
+    def f(w: Any, samples: Samples) -> Float[Array, ""]:
+        return problem.objective(layout.unravel(w), samples)
+
+    over = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, problem.samples)
+    if constraint is None:
+        return over, jnp.zeros_like(over)
+    told = client_values(problem, w)["constraint"]
+    _, focus = constraint.combine(Replies(told, np.ones(problem.n, bool)))
+
+    def g(w: Any, samples: Samples) -> Float[Array, ""]:
+        return constraint.local(layout.unravel(w), samples, focus)
+
+    return over, jax.vmap(jax.grad(g), in_axes=(None, 0))(w, problem.samples)
+
+
+def totals(problem: Problem, w: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """f(w) and g(w); without a constraint, g is −1."""
+    found = combined(problem, w, client_values(problem, w))
+    return found["objective"], found.get("constraint", -jnp.ones((), w.dtype))
