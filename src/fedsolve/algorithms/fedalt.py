@@ -59,7 +59,7 @@ class FedAlt(FedAvg):
     def init_client(self, w: Vector) -> Personal:
         return Personal(w, no_residual(self.uplink, w))
 
-    def improve(self, client: Client, state: Personal) -> tuple[Personal, Packet]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def improve(self, client: Client, state: Personal) -> tuple[Personal, Packet]:
         personal, total = self.local(client, state.personal)
         key = jax.random.fold_in(client.key, self.local_steps)
         residual, packet = with_feedback(self.uplink, state.residual, total, key)
@@ -90,8 +90,8 @@ class FedAlt(FedAvg):
 
     def own_slope(self, client: Client, w: Vector, v: Vector, key: Any) -> Vector:
         """∇_v h_i(w, v)."""
-        return self.mixing * client.grad(v, key) + self.proximity * (v - w)
+        return client.grad(v, key) * self.mixing + (v - w) * self.proximity
 
     def shared_slope(self, client: Client, w: Vector, v: Vector, key: Any) -> Vector:
         """∇_w h_i(w, v)."""
-        return (1 - self.mixing) * client.grad(w, key) + self.proximity * (w - v)
+        return client.grad(w, key) * (1 - self.mixing) + (w - v) * self.proximity

@@ -21,7 +21,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.compression import (
     Compressor,
@@ -87,12 +87,12 @@ class FedAvg(Participating):
 
     # On a client
 
-    def init_client(self, w: Vector) -> Vector | None:
+    def init_client(self, w: Vector) -> PyTree:
         return no_residual(self.uplink, w)
 
-    def improve(self, client: Client, residual: Vector | None) -> tuple[Vector | None, Packet]:
+    def improve(self, client: Client, state: PyTree) -> tuple[PyTree, Packet]:
         key = jax.random.fold_in(client.key, self.local_steps)
-        return with_feedback(self.uplink, residual, self.work(client), key)
+        return with_feedback(self.uplink, state, self.work(client), key)
 
     def work(self, client: Client) -> Vector:
         """Local steps from w: how far they went, in units of the step."""

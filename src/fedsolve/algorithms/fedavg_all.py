@@ -6,7 +6,7 @@ Paper: S. Zhou and G. Y. Li, "Federated Learning via Inexact ADMM", Algorithm 2 
 |---|---|---|
 | `step_size` | γ/m | local |
 | `local_steps` | k_0 | from w, by the participants |
-| `last` | w_i^k | kept by client i: where it came to when it was last heard |
+| the client's state | w_i^k | kept by client i: where it came to when it was last heard |
 
     w = (1/m) Σ w_i   over all clients, absent ones with their last w_i
 
@@ -57,7 +57,7 @@ class FedAvgAll(FedAvg):
     def init_client(self, w: Vector) -> Vector:
         return w
 
-    def improve(self, client: Client, last: Vector) -> tuple[Vector, Packet]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def improve(self, client: Client, state: Vector) -> tuple[Vector, Packet]:
         here = client.w - at(self.step_size, client.round) * self.work(client)
-        packet = self.uplink(here - last, jax.random.fold_in(client.key, self.local_steps))
-        return last + packet.dense(), packet
+        packet = self.uplink(here - state, jax.random.fold_in(client.key, self.local_steps))
+        return state + packet.dense(), packet

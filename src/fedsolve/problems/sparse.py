@@ -46,13 +46,13 @@ def read_libsvm(path: str | Path) -> tuple[Sparse, np.ndarray]:
     if not Path(path).is_file():
         raise InvalidInput(f"There is no file {path}.")
     try:
-        rows, labels = load_svmlight_file(str(path), dtype=np.float32)[:2]
+        rows, labels = load_svmlight_file(str(path))[:2]
     except (ValueError, OSError, EOFError) as error:
         raise InvalidInput(f"{path} is not in LIBSVM's format: {error}.") from error
     kinds = np.unique(labels)
     if len(kinds) != 2:
         raise InvalidInput(f"{path} must have two kinds of labels, it has {len(kinds)}.")
-    return rows, (labels == kinds[1]).astype(np.float32)
+    return rows.astype(np.float32), (labels == kinds[1]).astype(np.float32)
 
 
 def like_real_sim(
