@@ -50,6 +50,15 @@ def test_the_contributing_examples_work():
     assert history["objective"][-1] < 0.5 * history["objective"][0]
 
 
+def test_the_theory_pages_examples_run(capsys):
+    names = {}
+    for block in blocks("docs/theory.md"):
+        exec(block, names)
+    assert "Theorem 3 (Theorem 1, full participation): kept" in capsys.readouterr().out
+    assert len(names["run"].history["skewness.local"]) == 4
+    assert names["found"].accuracy <= 1e-4
+
+
 def test_the_first_example_of_the_docs_runs():
     names = {}
     exec(blocks("docs/index.md")[0], names)

@@ -1,7 +1,11 @@
 """Real federations: real processes, real certificates, real losses."""
 
+import datetime
 import json
 import os
+import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -11,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 import fedsolve as fs
 from fedsolve import config
 from fedsolve.flare import engine
-from fedsolve.flare.deploy import check_welcome, local_federation, run_on
-from fedsolve.flare.jobs import experiment_of
+from fedsolve.flare.deploy import check_certificate, check_welcome, local_federation, run_on
+from fedsolve.flare.jobs import OWNER, built
 
 pytestmark = [
     pytest.mark.xdist_group("flare"),
@@ -38,29 +44,48 @@ def federation():
         yield running
 
 
-def test_one_command_deploys_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("stopped", [False, True], ids=["to the end", "until Ctrl-C"])
+def test_one_command_deploys_and_leaves_nothing(tmp_path, stopped):
     place, scratch = tmp_path / "work", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()
-    words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", "4", "--out", "x"]
-    done = subprocess.run(
+    rounds = "100000" if stopped else "4"
+    words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", rounds, "--out", "x"]
+    process = subprocess.Popen(
         [sys.executable, "-m", "fedsolve", *words],
         cwd=place,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
         env=os.environ | {"TMPDIR": str(scratch), "HOME": str(tmp_path / "home")},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    if stopped:
+        wait_until(lambda: any(lines(p) > 3 for p in scratch.rglob("progress.jsonl")))
+        process.send_signal(signal.SIGINT)
+    told, _ = process.communicate(timeout=240)
+    assert process.returncode == (130 if stopped else 0), told[-2000:]
     assert {p.name for p in (place / "x").iterdir()} >= {"history.csv", "params.safetensors"}
+    status = json.loads((place / "x/run.json").read_text())["status"]
+    assert status == ("interrupted" if stopped else "finished")
     assert list(scratch.iterdir()) == []
     assert not list((tmp_path / "home").rglob("*nvflare*"))
-    for process in psutil.process_iter(["cmdline"]):
-        assert str(scratch) not in " ".join(process.info["cmdline"] or [])
+    for other in psutil.process_iter(["cmdline"]):
+        assert str(scratch) not in " ".join(other.info["cmdline"] or [])
 
 
-def simulated(wanted):
-    ((problem, algorithm),) = wanted.cells.values()
+def wait_until(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def lines(path):
+    return path.read_text().count('"round"') if path.exists() else 0
+
+
+def simulated(wanted, variant=""):
+    problem, algorithm = wanted.cells[variant]
     return fs.solve(problem, algorithm, seed=wanted.seeds[0], **wanted.options)
 
 
@@ -72,18 +97,28 @@ def assert_same(run, expected):
         np.testing.assert_allclose(run.history[name], values, atol=0 if exact else 1e-10)
 
 
-QUANTISED = [
-    "algorithm.switching=Hard",
-    "algorithm.uplink={kind='Compose', first={kind='TopK', fraction=0.5}, second={kind='Float8'}}",
-    "algorithm.downlink=Float4",
-]
+VARIANTS = {
+    "Top-K": {},
+    "quantised": {
+        "algorithm.switching": "Hard",
+        "algorithm.uplink": {
+            "kind": "Compose",
+            "first": {"kind": "TopK", "fraction": 0.5},
+            "second": {"kind": "Float8"},
+        },
+        "algorithm.downlink": "Float4",
+    },
+}
 
 
-@pytest.mark.parametrize("changes", [[], QUANTISED], ids=["Top-K", "quantised"])
-def test_a_real_federation_follows_the_simulation(federation, changes):
-    wanted = experiment(20, *changes)
-    run = run_on(federation, wanted, f"same-{len(changes)}", lambda news: None)
-    assert_same(run, simulated(wanted))
+def test_a_real_federation_follows_the_simulation(federation):
+    """All variants in one job."""
+    table = experiment(20).resolved | {"variants": VARIANTS}
+    wanted = config.resolve("same", table)
+    runs = run_on(federation, wanted, "same", lambda news: None)
+    assert list(runs) == list(VARIANTS)
+    for variant, (run,) in runs.items():
+        assert_same(run, simulated(wanted, variant))
 
 
 def job_processes(process):
@@ -91,27 +126,29 @@ def job_processes(process):
     return [p for p in psutil.Process(process.pid).children(recursive=True) if p.is_running()]
 
 
-def kill_at(federation, name, run, round):
-    """SIGKILLs a job's process once the run is that far."""
-    path = federation.home(run) / "progress.jsonl"
+def when(federation, run, round, act):
+    """Does something once the run is that far."""
+    path = federation.home(run) / "0/progress.jsonl"
 
     def watch():
-        while not path.exists() or path.read_text().count('"round"') < round:
-            time.sleep(0.05)
-        for process in job_processes(federation.processes[name]):
-            process.kill()
+        wait_until(lambda: lines(path) >= round)
+        act()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
 
 
+def kill_job(federation, name):
+    for process in job_processes(federation.processes[name]):
+        process.kill()
+
+
 def test_a_killed_site_does_not_stop_the_others(federation):
-    killer = kill_at(federation, "site-3", "site-killed", 5)
+    when(federation, "site-killed", 5, lambda: kill_job(federation, "site-3"))
     told = []
-    wanted = experiment(30, "algorithm.participants=4")
-    run = run_on(federation, wanted, "site-killed", told.append, deadline=4.0)
-    killer.join(timeout=1)
+    wanted = experiment(30, "algorithm.participants=4", "deploy.deadline=4.0")
+    ((run,),) = run_on(federation, wanted, "site-killed", told.append).values()
     assert run.rounds == 30
     rounds = [news for news in told if "round" in news]
     assert rounds[0]["answered"] == ["site-1", "site-2", "site-3", "site-4"]
@@ -121,43 +158,221 @@ def test_a_killed_site_does_not_stop_the_others(federation):
 
 
 def test_a_killed_server_goes_on_to_the_same_bits(federation):
-    """The next job resumes from the checkpoint, and the sites from theirs: as if nothing was."""
-    killer = kill_at(federation, "localhost", "server-killed", 6)
+    """First its job, then the whole server, which is started again: as if nothing was."""
+
+    def kill_server():
+        engine.stop([federation.processes["localhost"]])
+        federation.start_server()
+
+    when(federation, "server-killed", 6, lambda: kill_job(federation, "localhost"))
+    when(federation, "server-killed", 10, kill_server)
     wanted = experiment(15)
     told = []
-    run = run_on(federation, wanted, "server-killed", told.append)
-    killer.join(timeout=1)
-    assert {"note": "going on with a new job"} in told
+    ((run,),) = run_on(federation, wanted, "server-killed", told.append).values()
+    assert told.count({"note": "going on with a new job"}) == 2
     assert_same(run, simulated(wanted))
 
 
-def test_strangers_are_told_why_they_are_refused(federation, tmp_path):
+def test_all_sites_killed_and_back(federation):
+    """One site of four is lost: the run goes on. Then all: it waits and says so. They come back,
+    the lost one too: it ends well."""
+    sites = [name for name in federation.kits if name.startswith("site")]
+
+    def kill(*names):
+        engine.stop([federation.processes[name] for name in names])
+
+    def come_back():
+        kill(*sites[1:])
+        wait_until(lambda: any("waiting for sites: 0 of 2" in n.get("note", "") for n in told))
+        for name in sites:
+            federation.start_site(name)
+
+    when(federation, "all-killed", 4, lambda: kill(sites[0]))
+    when(federation, "all-killed", 12, come_back)
+    told = []
+    changes = ["algorithm.participants=4", "deploy.deadline=3.0", "deploy.quorum=0.5"]
+    ((run,),) = run_on(federation, experiment(24, *changes), "all-killed", told.append).values()
+    assert run.rounds == 24
+    answered = [len(news["answered"]) for news in told if "round" in news]
+    assert answered[0] == 4
+    assert 3 in answered
+    assert answered[-1] == 4
+    assert np.isfinite(run.history["objective"]).all()
+
+
+def test_the_commands_of_an_owner(tmp_path):
+    """init, server, site, submit, status, stop: as three machines would use them."""
+    (tmp_path / "federation.toml").write_text(
+        f'server = "localhost"\nport = {engine.free_port()}\nsites = ["north", "south"]\n'
+    )
+    environment = os.environ | {
+        "HOME": str(tmp_path / "home"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    (tmp_path / "clinic.py").write_text(
+        "import fedsolve as fs\n\n\ndef screening(clients: int = 4) -> fs.Problem:\n"
+        "    return fs.problems.neyman_pearson(clients=clients)\n"
+    )
+    allow = '[allow]\nproblems = ["clinic:screening"]\n'
+    problem = fs.problems.neyman_pearson(clients=4)
+    np.savez(tmp_path / "north.npz", **{k: v[:3] for k, v in problem.samples.values.items()})
+    (tmp_path / "north.toml").write_text(f'[data]\nloader = "npz"\npath = "north.npz"\n{allow}')
+    (tmp_path / "south.toml").write_text(f"[data]\nshare = [3, 1]\n{allow}")
+    (tmp_path / "server.toml").write_text(allow)
+    started = []
+
+    def start(*words):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedsolve", "deploy", *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    def done(*words):
+        process = start(*words)
+        told, _ = process.communicate(timeout=200)
+        return process.returncode, told
+
+    try:
+        assert done("init", "federation.toml")[0] == 0
+        kits = tmp_path / "kits/fedsolve/prod_00"
+        admin = str(kits / engine.ADMIN)
+        assert "exists; certificates are never overwritten" in done("init", "federation.toml")[1]
+        status, told = done("site", str(kits / "north"), "--data", "north.toml")
+        assert (status, "No server at localhost" in told) == (2, True), told
+        server = start("server", str(kits / "localhost"), "--data", "server.toml")
+        wait_until(lambda: done("status", "--kit", admin)[0] == 0)
+        sites = [start("site", str(kits / n), "--data", f"{n}.toml") for n in ("north", "south")]
+        words = ["--set", "problem.kind=clinic:screening", "--set", "problem.clients=4"]
+        words += ["--set", "algorithm.participants=3", "--set", "deploy.sites=2"]
+        words += ["--set", "run.precision=float64", "--rounds", "5", "--kit", admin]
+        status, told = done("submit", "neyman-pearson", *words, "--run", "first", "--out", "x")
+        assert status == 0, told
+        history = np.genfromtxt(tmp_path / "x/history.csv", delimiter=",", names=True)
+        expected = simulated(experiment(5)).history
+        np.testing.assert_allclose(history["objective"], expected["objective"], atol=1e-10)
+        np.testing.assert_array_equal(history["bytes_up_total"], expected["bytes_up_total"])
+        status, told = done("submit", "neyman-pearson", *words[:-4], *words[-2:], "--run", "first")
+        assert (status, "first is another experiment's run" in told) == (2, True), told
+        status, told = done("status", "--kit", admin)
+        assert status == 0
+        assert "site north" in told
+        assert "job first: FINISHED" in told
+        assert done("stop", "--kit", admin)[0] == 0
+        for process in [server, *sites]:
+            process.communicate(timeout=60)
+    finally:
+        engine.stop([process for process in started if process.poll() is None])
+
+
+def test_only_what_an_owner_allows(tmp_path, monkeypatch):
+    table = json.dumps(experiment(1).resolved | {"problem": {"kind": "os:getcwd"}})
+    with pytest.raises(fs.InvalidInput, match="'os:getcwd' is not on this machine's allow-list"):
+        built(table)
+    (tmp_path / "own.toml").write_text('[allow]\nproblems = ["examples:least_squares"]\n')
+    monkeypatch.setenv(OWNER, str(tmp_path / "own.toml"))
+    with pytest.raises(fs.InvalidInput, match="'os:getcwd' is not on"):
+        built(table)
+    allowed = built(table.replace("os:getcwd", "examples:least_squares"))
+    assert allowed.cells[""][0].n == 6
+    for text, sentence in [
+        ("[allow]\npaths = []\n", "takes `problems` and `algorithms`"),
+        ("[allowed]\n", r"no table \[allowed\]"),
+    ]:
+        (tmp_path / "own.toml").write_text(text)
+        with pytest.raises(fs.InvalidInput, match=sentence):
+            built(table)
+
+
+def certificate_for(kits, kit, name, days):
+    """A kit's certificate made anew by the federation's own authority."""
+    authority = json.loads(next(kits.rglob("cert.json")).read_text())
+    root = x509.load_pem_x509_certificate(authority["root_cert"].encode())
+    signer = serialization.load_pem_private_key(authority["root_pri_key"].encode(), None)
+    key = serialization.load_pem_private_key((kit / "startup/client.key").read_bytes(), None)
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
+        .issuer_name(root.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=90))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .sign(signer, hashes.SHA256())
+    )
+    (kit / "startup/client.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+
+
+def test_intruders_are_refused_and_told_why(federation, tmp_path):
+    kits = federation.folder / "kits"
     kit = federation.kits["site-1"]
+    check_certificate(kit)
     check_welcome(kit)
     port = int((kit / "startup/fed_client.json").read_text().split("localhost:")[1].split('"')[0])
     foreign = engine.make_kits(tmp_path / "foreign", "localhost", port, ["site-1"])["site-1"]
-    began = time.monotonic()
-    with pytest.raises(fs.InvalidInput, match="is not the one of this kit"):
-        check_welcome(foreign)
-    # the right root, and a certificate that another one signed
+    refusals = {}
+
+    def refused(who, check, place):
+        began = time.monotonic()
+        with pytest.raises(fs.InvalidInput) as caught:
+            check(place)
+        assert time.monotonic() - began < 10
+        refusals[who] = str(caught.value)
+
+    refused("another authority", check_welcome, foreign)
     own_root = (kit / "startup/rootCA.pem").read_bytes()
     (foreign / "startup/rootCA.pem").write_bytes(own_root)
-    with pytest.raises(fs.InvalidInput, match="refuses this kit"):
-        check_welcome(foreign)
-    elsewhere = engine.make_kits(tmp_path / "elsewhere", "localhost", engine.free_port(), ["s"])[
-        "s"
+    refused("a certificate of another authority", check_welcome, foreign)
+    certificate_for(kits, foreign, "site-1", days=-1)
+    refused("an expired certificate, seen here", check_certificate, foreign)
+    refused("an expired certificate, seen by the server", check_welcome, foreign)
+    certificate_for(kits, foreign, "site-2", days=1)
+    refused("another site's certificate", check_certificate, foreign)
+    config_file = foreign / "startup/fed_client.json"
+    config_file.write_text(config_file.read_text().replace("localhost:", "127.0.0.1:"))
+    refused("a server under another name", check_welcome, foreign)
+    nobody = engine.make_kits(tmp_path / "n", "localhost", engine.free_port(), ["s"])["s"]
+    refused("nobody there", check_welcome, nobody)
+    with socket.create_server(("localhost", 0)) as plain:
+        text = (nobody / "startup/fed_client.json").read_text()
+        old = text.split("localhost:")[1].split('"')[0]
+        new = text.replace(f"localhost:{old}", f"localhost:{plain.getsockname()[1]}")
+        (nobody / "startup/fed_client.json").write_text(new)
+        refused("a server without TLS", lambda k: check_welcome(k, timeout=1.0), nobody)
+    with socket.create_connection(("localhost", port), 5) as raw:  # plain TCP to our server
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        raw.settimeout(10)
+        assert b"HTTP" not in raw.recv(1000)
+    anyone = ssl.create_default_context(cafile=str(kit / "startup/rootCA.pem"))
+    anyone.set_alpn_protocols(["h2"])
+    with socket.create_connection(("localhost", port), 5) as raw:  # TLS without a certificate
+        try:
+            heard = anyone.wrap_socket(raw, server_hostname="localhost").recv(1)
+        except ssl.SSLError:
+            heard = b""
+        assert heard == b""
+    for who, why in refusals.items():
+        print(f"{who}: {why}")
+    expected = [
+        "is not the one of this kit: unable to get local issuer",
+        "refuses this kit's certificate",
+        "certificate of site-1 expired on",
+        "refuses this kit's certificate",
+        "named site-1, but its certificate is that of site-2",
+        "is not the one of this kit: IP address mismatch",
+        "No server at localhost",
+        "does not speak TLS",
     ]
-    with pytest.raises(fs.InvalidInput, match="No server at localhost"):
-        check_welcome(elsewhere)
-    assert time.monotonic() - began < 15
+    for why, part in zip(refusals.values(), expected, strict=True):
+        assert part in why
     for key in [*tmp_path.rglob("*.key"), *kit.parent.rglob("*.key")]:
         assert key.stat().st_mode & 0o077 == 0
-
-
-def test_a_deployment_is_one_run():
-    several = json.dumps(config.read("fedsgm-figure-1"))
-    with pytest.raises(fs.InvalidInput, match="one variant with one seed"):
-        experiment_of(several)
 
 
 def test_a_sites_own_data(tmp_path):
@@ -176,7 +391,8 @@ def test_a_sites_own_data(tmp_path):
         ("[data]\nshare = [3, 2]\n", "the problem has 4 clients, not 5"),
         ("[data]\nloader = 'npz'\npath = 'none.npz'\n", "Cannot load"),
         ("[data]\nloader = 'pickle'\n", "needs `share`"),
-        ("nothing", "no table"),
+        ("[data]\nshare = 3\n", "share takes"),
+        ("nothing", "Cannot read"),
     ]:
         (tmp_path / "bad.toml").write_text(text)
         with pytest.raises(fs.InvalidInput, match=sentence):

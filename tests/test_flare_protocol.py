@@ -8,9 +8,11 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve.flare.server import Link, serve
+from fedsolve.flare.server import Link, TooFew, serve
 from fedsolve.flare.site import Share
+from fedsolve.flare.wire import decode, encode
 from fedsolve.solving import numbers_on_device, precision_of
+from fedsolve.sweeping import with_field
 from test_conformance import ALGORITHMS
 
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}
@@ -28,6 +30,7 @@ class Wires:
         self.problem, self.algorithm, self.home = problem, algorithm, home
         self.seed, self.precision = seed, precision
         self.shares, self.count, self.lose = {}, 0, lambda site, number: ""
+        self.spare = 0
         for site in SITES:
             self.start(site)
 
@@ -40,12 +43,14 @@ class Wires:
             self.seed,
             self.precision,
         )
+        self.shares[site].answer(encode({"kind": "hello", "total": self.problem.n}, {}))
 
     def __call__(self, messages):
         found = {}
         for site, data in messages.items():
             self.count += 1
-            fate = self.lose(site, self.count)
+            fate = "" if self.spare > 0 else self.lose(site, self.count)
+            self.spare -= 1
             if fate == "question lost":
                 found[site] = TimeoutError("time-out")
                 continue
@@ -68,9 +73,8 @@ def deploy(problem, algorithm, wires, home, rounds, seed=0, precision="float64",
             numbers_on_device(algorithm, dtype),
             (log if log is not None else []).append,
         )
-    link.hello(list(SITES))
     home.mkdir(exist_ok=True)
-    run = serve(link, problem, algorithm, rounds, seed, home, precision=precision)
+    run = serve(link, list(SITES), problem, algorithm, rounds, seed, home, precision=precision)
     return run, link
 
 
@@ -102,6 +106,77 @@ def settled(share, link, site):
     return share._before(99, used if share._round == last else [])
 
 
+def test_replies_that_do_not_belong_are_refused(tmp_path):
+    """Of another round, of a site that was not asked, of a wrong shape, not finite, not even bytes:
+    noted with the site's name, counted as missing, and the run goes on."""
+    problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
+    sound = Wires(problem, algorithm, tmp_path)
+    old, tampered = {}, []
+
+    def tamper(messages):
+        found = dict(sound(messages))
+        for site, data in found.items():
+            head, arrays = decode(data, 10_000)
+            if "round" not in head:
+                continue
+            known = old.setdefault(head["exchange"], {}).setdefault(site, data)
+            names = list(arrays)
+            wrong = {
+                "site-1": known,
+                "site-2": encode(head, {"reply": [v[:, None] for v in arrays.values()]}),
+                "site-3": encode(head, {"reply": [np.full_like(arrays[n], np.nan) for n in names]}),
+            }
+            if head["round"] == 2 and site in wrong:
+                found[site] = wrong[site]
+                tampered.append(site)
+        if tampered and "stranger" not in found:
+            found["stranger"] = b"let me in"
+        return found
+
+    notes = []
+    everyone = with_field(algorithm, ["participants"], None)
+    sound.algorithm = everyone
+    for site in SITES:
+        sound.start(site)
+    run, _ = deploy(problem, everyone, tamper, tmp_path / "server", 6, log=notes)
+    assert run.rounds == 6
+    assert np.isfinite(run.history["objective"]).all()
+    for site, reason in [
+        ("site-1", "it is for another round"),
+        ("site-2", "reply.0 is float64"),
+        ("site-3", "is not finite"),
+        ("stranger", "it was not asked"),
+    ]:
+        assert any(note.startswith(site) and reason in note for note in notes), (site, notes)
+
+
+def test_new_sites_and_quorums(tmp_path):
+    """A run that began with two sites goes on with four, and stops below its quorum."""
+    problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
+    everyone = with_field(algorithm, ["participants"], None)
+    wires = Wires(problem, everyone, tmp_path)
+    home, early = tmp_path / "server", ["site-1", "site-2"]
+    home.mkdir()
+    with precision_of("float64") as dtype:
+        placed, tuned = problem.on_device(dtype), numbers_on_device(everyone, dtype)
+
+    def serve_with(sites, rounds, quorum=0.0):
+        link = Link(wires, placed, tuned, lambda text: None, quorum)
+        return serve(link, sites, problem, everyone, rounds, 0, home, precision="float64")
+
+    run = serve_with(early, 3)
+    assert run.history["cohort"].shape == (3, 3)
+    wires.lose = lambda site, number: "question lost" if site in early else ""
+    wires.spare = 2 * len(SITES)
+    with pytest.raises(TooFew, match="3 of 6 clients answered in round 4"):
+        serve_with(list(SITES), 6, quorum=0.6)
+    wires.lose = lambda site, number: ""
+    run = serve_with(list(SITES), 6, quorum=0.6)
+    assert run.history["cohort"].shape == (6, 6)
+    assert (run.history["cohort"][:3, 3:] == -1).all()
+    assert (run.history["cohort"][3:] == np.arange(6)).all()
+
+
 class Crash(Exception):
     """The server's machine goes down."""
 
@@ -130,7 +205,7 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
     seen = dict.fromkeys(fates, 0)
 
     def lose(site, number):
-        fate = rng.choice(["", *fates], p=[0.7, 0.07, 0.07, 0.06, 0.05, 0.05])
+        fate = rng.choice(["", *fates], p=[0.73, 0.07, 0.07, 0.06, 0.055, 0.015])
         seen[fate] = seen.get(fate, 0) + 1
         if fate == "server killed":
             raise Crash
@@ -144,12 +219,11 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
                 wires, problem.on_device(dtype), numbers_on_device(algorithm, dtype), [].append
             )
         link.heard = heard
-        wires.lose = lambda site, number: ""
-        link.hello(list(SITES))
-        wires.lose = lose
+        wires.lose, wires.spare = lose, 2 * len(SITES)  # each job begins with all sites
         try:
             run = serve(
                 link,
+                list(SITES),
                 problem,
                 algorithm,
                 200,
@@ -158,10 +232,10 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
                 precision="float64",
                 evaluate_every=200,
             )
-        except Crash:
+        except (Crash, TooFew):
             restarts += 1
-    assert min(seen[fate] for fate in fates) > 20
-    assert restarts > 20
+    assert min(seen[fate] for fate in fates) > 10
+    assert restarts > 10
 
     pattern = np.zeros((200, 2, 6), bool)
     for (round, number), clients in heard.items():

@@ -182,8 +182,8 @@ def test_availabilities_are_the_processes_they_say():
     np.testing.assert_allclose(rows[0], [0.9, 0.1], atol=0.06)
     np.testing.assert_allclose(rows[5], [0.1, 0.9], atol=0.06)
     np.testing.assert_allclose(rows.mean(0), 0.5, atol=0.03)
-    around = parts.DayNight(1.0, 0.0, 8.0).rate(4, jnp.int32(2))
-    np.testing.assert_allclose(around, [0.5, 1.0, 0.5, 0.0], atol=1e-6)
+    around = parts.DayNight(1.0, 0.0, 8.0).rate(np.arange(1000), jnp.int32(2))
+    np.testing.assert_allclose(np.mean(around), 0.5, atol=0.01)  # some always have their day
 
 
 def test_a_trace_is_replayed(tmp_path):

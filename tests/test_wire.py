@@ -16,7 +16,7 @@ from fedsolve.flare.site import Share
 from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
 
 ALGORITHM = fs.FedSGM(0.1, 0.1, participants=3, uplink=fs.TopK(0.4), downlink=fs.Float4())
-PROTOCOL = protocol(examples.least_squares().on_device(), ALGORITHM)
+PROTOCOL = protocol(examples.least_squares().on_device(), ALGORITHM, 6)
 REPLY = PROTOCOL.exchanges[1].reply
 
 
@@ -51,7 +51,9 @@ def test_a_round_is_known_beforehand():
     assert size_of(PROTOCOL.exchanges[0].reply) == 4
     assert size_of(REPLY) == 2 * (1 + 4)
     assert [size_of(packet) for packet in PROTOCOL.packets] == [4 + 3]
-    assert PROTOCOL.client.shape == PROTOCOL.w.shape == (5,)
+    residual, memory = PROTOCOL.client
+    assert residual.shape == PROTOCOL.w.shape == (5,)
+    assert memory is None
 
 
 def reply(rows=3):
@@ -120,7 +122,9 @@ def test_no_bytes_at_all_do_harm(noise, place, value):
 @pytest.fixture(scope="module")
 def share(tmp_path_factory):
     home = tmp_path_factory.mktemp("share")
-    return Share(home, examples.least_squares(), ALGORITHM, 0)
+    share = Share(home, examples.least_squares(), ALGORITHM, 0)
+    assert status(share, {"kind": "hello", "total": 6}) == ("ok", "")
+    return share
 
 
 HEAD = {
@@ -143,7 +147,7 @@ def status(share, head, arrays=None):
 
 def test_a_site_answers_what_it_should(share):
     assert status(share, HEAD) == ("ok", "")
-    assert status(share, {"kind": "hello"}) == ("ok", "")
+    assert status(share, {"kind": "hello", "total": 0}) == ("ok", "")
     assert status(share, HEAD | {"w": {"want": "elsewhere"}})[0] == "behind"
 
 
@@ -151,6 +155,8 @@ def test_a_site_answers_what_it_should(share):
     ("change", "reason"),
     [
         ({"kind": "run_code"}, "no such kind"),
+        ({"kind": "hello", "total": "6"}, "total is no whole number"),
+        ({"kind": "hello", "total": 2**30}, "is the most"),
         ({"exchange": 7}, "no exchange 7"),
         ({"exchange": -1}, "exchange is no whole number"),
         ({"round": "0"}, "round is no whole number"),

@@ -11,6 +11,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import (
+    PPBC,
     FedADMM,
     FedAlt,
     FedAvg,
@@ -55,6 +56,7 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "PPBC",
     "QSGD",
     "SGD",
     "Adam",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
@@ -40,7 +41,7 @@ def main() -> None:
         fail(str(error), 2)
 
 
-def fail(message: str, status: int) -> None:
+def fail(message: str, status: int) -> NoReturn:
     err.print("Error:", message, style="bold red", markup=False, soft_wrap=True)
     sys.exit(status)
 
@@ -152,8 +153,11 @@ def deploy(
     ] = None,
     set: Set = None,
     local: Annotated[int | None, typer.Option(help="This many sites on this machine.")] = None,
-    data: Annotated[str | None, typer.Option(help="A site's own file (site.toml).")] = None,
+    data: Annotated[str | None, typer.Option(help="This machine's own file (site.toml).")] = None,
     kit: Annotated[str | None, typer.Option(help="The administrator's kit.")] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="A run's name, to go on with it.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="How many rounds.")] = None,
     seed: Annotated[int | None, typer.Option(help="The seed.")] = None,
     out_dir: Annotated[
@@ -172,22 +176,38 @@ def deploy(
 
     changes = list(set or [])
     changes += [f"run.rounds={rounds}"] if rounds is not None else []
-    if what == "init":
-        commands.init(_needed(target, "a federation's TOML file"), out_dir)
-    elif what == "server":
-        commands.server(_needed(target, "the server's kit"))
-    elif what == "site":
-        commands.site(_needed(target, "the site's kit"), _needed(data, "--data site.toml"))
-    elif what == "submit":
-        experiment = _experiment(_needed(target, "an experiment"), changes, seed)
-        commands.submit(experiment, _needed(kit, "--kit, the administrator's kit"))
-    elif what in ("status", "stop"):
-        commands.ask_admin(what, _needed(kit, "--kit, the administrator's kit"))
-    else:
-        sites = _needed(local, "--local N, or one of init, server, site, submit, status, stop")
-        commands.local(_experiment(what, changes, seed), sites, out_dir)
-    sys.stdout.flush()
-    os._exit(0)  # FLARE's sessions leave threads that would keep a finished command waiting
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    status: Any = 0
+    try:
+        if what == "init":
+            commands.init(_needed(target, "a federation's TOML file"), out_dir)
+        elif what == "server":
+            status = commands.server(_needed(target, "the server's kit"), data, kit)
+        elif what == "site":
+            owners = _needed(data, "--data site.toml")
+            status = commands.site(_needed(target, "the site's kit"), owners)
+        elif what == "submit":
+            experiment = _experiment(_needed(target, "an experiment"), changes, seed)
+            admin_kit = _needed(kit, "--kit, the administrator's kit")
+            status = commands.submit(experiment, admin_kit, run_name, out_dir)
+        elif what in ("status", "stop"):
+            commands.ask_admin(what, _needed(kit, "--kit, the administrator's kit"))
+        else:
+            words = "--local N, or one of init, server, site, submit, status, stop"
+            sites = _needed(local, words)
+            status = commands.local(_experiment(what, changes, seed), sites, out_dir)
+    except InvalidInput as error:
+        status = 2
+        err.print("Error:", str(error), style="bold red", markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        status = 130
+        err.print("Stopped by the user.", style="bold red")
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)  # FLARE's sessions leave threads that would keep a finished command waiting
 
 
 def _needed(value: Any, what: str) -> Any:

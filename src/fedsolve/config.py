@@ -10,17 +10,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import importlib
 import inspect
 import tomllib
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import fedsolve as fs
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count, check_kind
+from fedsolve.fields import check_count, check_kind, check_positive
 
 ALGORITHMS: dict[str, Callable] = {
     "FedADMM": fs.FedADMM,
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, Callable] = {
     "FedSim": fs.FedSim,
     "IPPConEx": fs.IPPConEx,
     "IncentFedAvg": fs.IncentFedAvg,
+    "PPBC": fs.PPBC,
     "PenaltyFedAvg": fs.PenaltyFedAvg,
 }
 PROBLEMS: dict[str, Callable] = {
@@ -85,7 +87,9 @@ PARTS: dict[str, Callable] = (
     | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
 )
 RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
-SECTIONS = ("title", "problem", "algorithm", "run", "variants")
+DEPLOY_KEYS = ("deadline", "quorum", "sites")
+SECTIONS = ("title", "problem", "algorithm", "run", "variants", "deploy")
+Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +100,13 @@ class Experiment:
     cells: dict[str, tuple[fs.Problem, fs.Algorithm]]  # by variant; "" if there are none
     seeds: list[int]
     options: dict[str, Any]  # for `solve`
+    deploy: dict[str, Any]  # for a deployment
     resolved: dict[str, Any]  # the configuration with every default filled in
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Every variant with every seed."""
+        return [(variant, seed) for variant in self.cells for seed in self.seeds]
 
 
 def experiment_names() -> list[str]:
@@ -134,8 +144,12 @@ def override(config: dict[str, Any], assignment: str) -> dict[str, Any]:
     return _with(config, key.strip(), value)
 
 
-def resolve(name: str, config: dict[str, Any]) -> Experiment:
-    """Builds what the configuration describes, and says what it comes to."""
+def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Experiment:
+    """Builds what the configuration describes, and says what it comes to.
+
+    A problem or algorithm of another installed package is named as `module:name`; `allowed` says
+    which of those may be imported.
+    """
     for key in config:
         _known(key, SECTIONS, "key", "")
     run = _table(config, "run", "")
@@ -158,10 +172,10 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
             changed = _with(changed, key, value)
         described = _table(changed, "problem", "")
         if (known := repr(described)) not in problems:  # variants mostly share one
-            problems[known] = _problem(described)
+            problems[known] = _problem(described, allowed)
         problem, problem_table = problems[known]
         algorithm, algorithm_table = _build(
-            _table(changed, "algorithm", ""), ALGORITHMS, "algorithm"
+            _table(changed, "algorithm", ""), ALGORITHMS, "algorithm", allowed
         )
         cells[variant] = (problem, algorithm)
         if not variant or not (resolved.keys() & {"problem"}):
@@ -174,7 +188,13 @@ def resolve(name: str, config: dict[str, Any]) -> Experiment:
         options["stop"], resolved["run"]["stop"] = _build(
             _table(run, "stop", "run."), RULES, "run.stop"
         )
-    return Experiment(name, cells, seeds, options, resolved)
+    deploy = _table(config, "deploy", "") if "deploy" in config else {}
+    for key, value in deploy.items():
+        _known(key, DEPLOY_KEYS, "key", "deploy.")
+        check_positive(f"deploy.{key}", value, zero=key == "quorum")
+    if deploy:
+        resolved["deploy"] = deploy
+    return Experiment(name, cells, seeds, options, deploy, resolved)
 
 
 def summary(thing: Callable) -> str:
@@ -183,25 +203,30 @@ def summary(thing: Callable) -> str:
     return text.partition(". ")[0].rstrip(".") + "."
 
 
-def _problem(table: dict[str, Any]) -> tuple[fs.Problem, dict[str, Any]]:
+def _problem(table: dict[str, Any], allowed: Allowed) -> tuple[fs.Problem, dict[str, Any]]:
     """The problem that a table describes; `pooled = true` puts all samples in one place."""
     pooled = table.get("pooled", False)
     if not isinstance(pooled, bool):
         raise InvalidInput(f"problem.pooled must be true or false, got {pooled!r}.")
     rest = {key: value for key, value in table.items() if key != "pooled"}
-    problem, shown = _build(rest, PROBLEMS, "problem")
+    problem, shown = _build(rest, PROBLEMS, "problem", allowed)
     return (problem.pooled(), shown | {"pooled": True}) if pooled else (problem, shown)
 
 
-def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> tuple[Any, dict]:
+def _build(
+    table: dict[str, Any], registry: dict[str, Callable], where: str, allowed: Allowed = ()
+) -> tuple[Any, dict]:
     """The object that a table describes, and the table with all defaults filled in."""
     if "kind" not in table:
         raise InvalidInput(f"{where}.kind is missing: one of {', '.join(registry)}.")
     kind = str(table["kind"])
-    if registry is PROBLEMS:
+    if registry is PROBLEMS and ":" not in kind:
         kind = kind.replace("-", "_")
-    _known(kind, registry, "kind", f"{where}.kind: ")
-    make = registry[kind]
+    if ":" in kind:
+        make = _imported(kind, allowed, where)
+    else:
+        _known(kind, registry, "kind", f"{where}.kind: ")
+        make = registry[kind]
     fields = inspect.signature(make).parameters
     for key in table:
         if key != "kind":
@@ -233,8 +258,23 @@ def _build(table: dict[str, Any], registry: dict[str, Callable], where: str) -> 
     return built, {key: value for key, value in shown.items() if value is not None}
 
 
+def _imported(kind: str, allowed: Allowed, where: str) -> Callable:
+    """A problem or algorithm of another package."""
+    if allowed is not None and kind not in allowed:
+        raise InvalidInput(f"{where}.kind: {kind!r} is not on this machine's allow-list.")
+    module, _, name = kind.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(f"{where}.kind: cannot import {kind!r}: {error}.") from error
+    if not callable(make):
+        raise InvalidInput(f"{where}.kind: {kind!r} is neither a function nor a class.")
+    return make
+
+
 def _accepts_parts(hint: Any) -> bool:
-    return hint is not None and hint not in (str, int, float, bool)
+    plain = hint in (str, int, float, bool) or str in typing.get_args(hint)
+    return hint is not None and not plain
 
 
 def _shown(value: Any) -> Any:

@@ -66,7 +66,7 @@ class Simulation(Federation):
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
             return map_clients(watched, cohort, (self._problem.samples, states), self._at_once)
 
-        if isinstance(when, jax.Array) and when.ndim == 0:
+        if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
             shape = jax.eval_shape(run, self._states)
 
@@ -74,7 +74,7 @@ class Simulation(Federation):
                 zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape[1])
                 return jax.tree.map(take, states), zeros
 
-            moved, values = lax.cond(when, run, skip, self._states)
+            moved, values = lax.cond(jnp.any(when), run, skip, self._states)
         else:
             moved, values = run(self._states)
 

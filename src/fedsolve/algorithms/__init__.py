@@ -10,8 +10,10 @@ from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.fedsim import FedSim
 from fedsolve.algorithms.incentfedavg import IncentFedAvg
 from fedsolve.algorithms.penalty import PenaltyFedAvg
+from fedsolve.algorithms.ppbc import PPBC
 
 __all__ = [
+    "PPBC",
     "FedADMM",
     "FedAlt",
     "FedAvg",

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
 from fedsolve import cli
-from fedsolve.config import Experiment
+from fedsolve.config import Experiment, resolve
 from fedsolve.flare import deploy, engine
+from fedsolve.flare.data import check_data, owners_file
 from fedsolve.folder import new_folder, save
 
 
-def local(experiment: Experiment, sites: int, out_dir: str | None) -> None:
-    """A federation on this machine, and the same folder as `fedsolve run`."""
+def local(experiment: Experiment, sites: int, out_dir: str | None) -> int:
+    """A federation on this machine, and the same folder as `fedsolve run`: the exit status."""
     folder = new_folder(out_dir, f"{experiment.name}-deployed")
-    with cli.Progress(f"{experiment.name}, {sites} sites", experiment.options["rounds"]) as bar:
-        run = deploy.deploy_local(experiment, sites, lambda news: _show(bar, news, sites))
-    save(folder, {"": [run]}, experiment.resolved, "finished")
-    cli.out.print(cli.closing_table({"": [run]}))
-    cli.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)
-
-
-def _show(bar: cli.Progress, news: dict[str, Any], sites: int) -> None:
-    if "note" in news:
-        bar.say(None, str(news["note"]))
-        return
-    facts = [f"f {news['objective']:.4g}"]
-    facts += [f"g {news['constraint']:.4g}"] if "constraint" in news else []
-    facts += [f"{len(news['answered'])}/{sites} answered"]
-    facts += [cli.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
-    facts += [f"{news['milliseconds']:.0f} ms an exchange"]
-    bar.say(news["round"], "  ".join(facts))
+    with _Progress(experiment, sites) as tell:
+        runs, status = deploy.deploy_local(experiment, sites, tell)
+    return _write(folder, runs, experiment, status)
 
 
 def init(file: str, out_dir: str | None) -> None:
@@ -39,39 +29,81 @@ def init(file: str, out_dir: str | None) -> None:
         cli.out.print(f"{name}: {kit}", markup=False, soft_wrap=True)
 
 
-def server(kit: str) -> None:
-    """The server, in the foreground."""
-    process = engine.start_server(_kit(kit, "fed_server.json"))
-    _foreground(process, Path(kit), "the server runs; Ctrl-C ends it")
+def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
+    """The server, in the foreground. With the administrator's kit it goes on with its runs that
+    have not ended."""
+    place = _kit(kit, "fed_server.json")
+    deploy.check_certificate(place)
+    if owners is not None:
+        owners_file(Path(owners))
+    process = engine.start_server(place, None if owners is None else Path(owners))
+    if admin_kit is not None:
+        admin = _kit(admin_kit, "fed_admin.json")
+        threading.Thread(target=_go_on, args=(place, admin), daemon=True).start()
+    return _foreground(process, place, "the server runs; Ctrl-C ends it")
 
 
-def site(kit: str, data: str) -> None:
+def _go_on(kit: Path, admin_kit: Path) -> None:
+    """Supervises runs that were not finished when the server went down."""
+    for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
+        run = kept.parent.name
+        if not (kept.parent / "done").exists():
+            cli.out.print(f"going on with {run}", markup=False)
+            experiment = resolve(run, json.loads(kept.read_text()))
+            try:
+                deploy.supervise(engine.Admin(admin_kit), experiment, run, _say)
+                cli.out.print(f"{run} is done", markup=False)
+            except cli.InvalidInput as error:
+                cli.out.print(f"{run}: {error}", markup=False)
+
+
+def site(kit: str, owners: str) -> int:
     """A site, in the foreground, once the server would take it."""
-    from fedsolve.flare.data import data_table
-
-    data_table(Path(data))
+    check_data(Path(owners))
     place = _kit(kit, "fed_client.json")
+    deploy.check_certificate(place)
     deploy.check_welcome(place)
-    process = engine.start_site(place, Path(data))
-    _foreground(process, place, f"{place.name} runs; Ctrl-C ends it")
+    process = engine.start_site(place, Path(owners))
+    return _foreground(process, place, f"{place.name} runs; Ctrl-C ends it")
 
 
-def _foreground(process: Any, kit: Path, text: str) -> None:
+def _foreground(process: Any, kit: Path, text: str) -> int:
     cli.out.print(text)
     status = deploy.keep_running(
         process, kit / "output.log", lambda line: cli.out.print(line, markup=False)
     )
     if status:
         cli.fail(f"The process ended with status {status}; its log is {kit / 'output.log'}.", 1)
+    return status
 
 
-def submit(experiment: Experiment, kit: str) -> None:
-    """Gives the server a run to do."""
-    admin, run = engine.Admin(_kit(kit, "fed_admin.json"), timeout=10), deploy.new_run()
-    with engine.temporary_folder() as folder:
-        job = admin.submit(engine.write_job(folder, experiment.resolved, run, 30.0))
-    cli.out.print(f"{run} is job {job}; results in the server's kit, fedsolve/runs/{run}")
+def submit(experiment: Experiment, kit: str, run: str | None, out_dir: str | None) -> int:
+    """Gives the server a run to do (or goes on with one), follows it, and fetches its results."""
+    admin = engine.Admin(_kit(kit, "fed_admin.json"), timeout=10)
+    run = run or deploy.new_run()
+    folder = new_folder(out_dir, f"{experiment.name}-deployed")
+    sites = int(experiment.deploy.get("sites", 1))
+    cli.out.print(f"{run}: the server keeps it in its kit, in fedsolve/runs/{run}", markup=False)
+    try:
+        with _Progress(experiment, sites) as tell:
+            job = deploy.supervise(admin, experiment, run, tell, sites)
+            runs = _fetched(admin, job, experiment)
+    except KeyboardInterrupt:
+        admin.close()
+        with contextlib.suppress(OSError):
+            (folder / "run.json").unlink()
+            folder.rmdir()
+        cli.fail(f"Not followed any more; the job goes on. To follow it: --run {run}", 130)
     admin.close()
+    return _write(folder, runs, experiment, "finished")
+
+
+def _fetched(admin: engine.Admin, job: str, experiment: Experiment) -> deploy.Runs:
+    """A job's results, once FLARE has stored them."""
+    deploy.patiently(lambda: admin.wait_for_end(job), _say)
+    with engine.temporary_folder() as folder:
+        found = next(admin.download(job, folder).rglob("0.safetensors"))
+        return deploy.saved_runs(experiment, found.parent, "")
 
 
 def ask_admin(what: str, kit: str) -> None:
@@ -84,6 +116,48 @@ def ask_admin(what: str, kit: str) -> None:
         for line in admin.overview():
             cli.out.print(line, markup=False)
     admin.close()
+
+
+def _write(folder: Path, runs: deploy.Runs, experiment: Experiment, status: str) -> int:
+    save(folder, runs, experiment.resolved, status)
+    if any(runs.values()):
+        cli.out.print(cli.closing_table(runs))
+    cli.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)
+    if status == "interrupted":
+        cli.fail("Stopped by the user.", 130)
+    return 0
+
+
+class _Progress:
+    """A line that follows the runs, and a line for everything worth saying."""
+
+    def __init__(self, experiment: Experiment, sites: int):
+        rounds = experiment.options["rounds"] * len(experiment.runs)
+        self._bar = cli.Progress(f"{experiment.name}, {sites} sites", rounds)
+        self._each, self._sites = experiment.options["rounds"], sites
+
+    def __enter__(self) -> deploy.Tell:
+        self._bar.__enter__()
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.__exit__()
+
+    def _show(self, news: dict[str, Any]) -> None:
+        if "note" in news:
+            self._bar.say(None, str(news["note"]))
+        elif "round" in news:
+            facts = [f"f {news['objective']:.4g}"]
+            facts += [f"g {news['constraint']:.4g}"] if "constraint" in news else []
+            facts += [f"{len(news['answered'])} sites answered"]
+            facts += [cli.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
+            facts += [f"{news['milliseconds']:.0f} ms an exchange"]
+            self._bar.say(self._each * news["cell"] + news["round"], "  ".join(facts))
+
+
+def _say(news: dict[str, Any]) -> None:
+    if "note" in news:
+        cli.out.print(news["note"], markup=False)
 
 
 def _kit(kit: str, needs: str) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
+import math
 import signal
 import socket
 import ssl
@@ -19,12 +21,15 @@ from typing import Any
 from fedsolve.config import Experiment
 from fedsolve.errors import InvalidInput
 from fedsolve.flare import engine
-from fedsolve.flare.jobs import experiment_of
 from fedsolve.flare.server import saved_run
 from fedsolve.runs import Run
 
 Tell = Callable[[dict[str, Any]], None]
-WAIT = 0.2  # seconds between two looks at a run's progress
+WAIT = 0.3  # seconds between two looks at a run's progress
+REJOIN = 60.0  # a job runs at least so long before it makes room for a site that is back
+GONE = 60.0  # a job that says nothing for so long is over
+FUTILE = 3  # so many jobs in a row without a single round are enough
+Runs = dict[str, list[Run]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,14 @@ class Local:
     kits: dict[str, Path]
     processes: dict[str, subprocess.Popen]
     admin: engine.Admin
+
+    def start_site(self, name: str) -> None:
+        """Starts a site (again)."""
+        self.processes[name] = engine.start_site(self.kits[name], self.kits[name] / "site.toml")
+
+    def start_server(self) -> None:
+        """Starts the server (again)."""
+        self.processes["localhost"] = engine.start_server(self.kits["localhost"])
 
     def home(self, run: str) -> Path:
         """Where the server keeps a run."""
@@ -60,7 +73,6 @@ def local_federation(clients: int, sites: int, tell: Tell) -> Iterator[Local]:
                 processes[name] = engine.start_site(kits[name], file)
             admin = engine.Admin(kits[engine.ADMIN])
             try:
-                admin.wait_for_sites(sites)
                 yield Local(folder, kits, processes, admin)
             finally:
                 admin.close()
@@ -68,60 +80,124 @@ def local_federation(clients: int, sites: int, tell: Tell) -> Iterator[Local]:
             engine.stop(list(processes.values()))
 
 
-def deploy_local(experiment: Experiment, sites: int, tell: Tell, deadline: float = 30.0) -> Run:
-    """One run over a federation on this machine."""
-    experiment = experiment_of(json.dumps(experiment.resolved))
-    ((problem, _),) = experiment.cells.values()
-    if not 1 <= sites <= problem.n:
-        raise InvalidInput(f"{problem.n} clients cannot be dealt to {sites} sites.")
-    with local_federation(problem.n, sites, tell) as federation:
-        return run_on(federation, experiment, "local", tell, deadline)
+def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, str]:
+    """An experiment over a federation on this machine: its runs, and how it ended."""
+    fewest = min(problem.n for problem, _ in experiment.cells.values())
+    if not 1 <= sites <= fewest:
+        raise InvalidInput(f"{fewest} clients cannot be dealt to {sites} sites.")
+    status = "finished"
+    with local_federation(fewest, sites, tell) as federation:
+        try:
+            run_on(federation, experiment, "local", tell)
+        except KeyboardInterrupt:
+            status = "interrupted"
+        return saved_runs(experiment, federation.home("local")), status
 
 
-def run_on(
-    federation: Local, experiment: Experiment, run: str, tell: Tell, deadline: float = 30.0
-) -> Run:
-    """Runs an experiment, through as many jobs as it takes."""
-    ((problem, algorithm),) = experiment.cells.values()
-    home, jobs = federation.home(run), federation.folder / "jobs" / run
-    supervise(federation.admin, jobs, experiment.resolved, run, home, deadline, tell)
-    precision = experiment.options.get("precision")
-    return saved_run(home, problem, algorithm, experiment.seeds[0], precision)
+def run_on(federation: Local, experiment: Experiment, run: str, tell: Tell) -> Runs:
+    """Runs an experiment on a federation of this machine, through as many jobs as it takes."""
+    sites = len(federation.processes) - 1
+    supervise(federation.admin, experiment, run, tell, sites)
+    return saved_runs(experiment, federation.home(run))
+
+
+def saved_runs(experiment: Experiment, home: Path, suffix: str = "/server") -> Runs:
+    """The runs as far as the server's checkpoints have them, by variant."""
+    found: dict[str, list[Run]] = {variant: [] for variant in experiment.cells}
+    for cell, (variant, seed) in enumerate(experiment.runs):
+        path = Path(f"{home}/{cell}{suffix}.safetensors")
+        if path.exists():
+            problem, algorithm = experiment.cells[variant]
+            precision = experiment.options.get("precision")
+            found[variant].append(saved_run(path, problem, algorithm, seed, precision))
+    return found
 
 
 def supervise(
-    admin: engine.Admin,
-    jobs: Path,
-    experiment: dict[str, Any],
-    run: str,
-    home: Path,
-    deadline: float,
-    tell: Tell,
-    tries: int = 5,
-) -> None:
-    """A run is a series of disposable jobs over durable state: when one ends early, the next goes
-    on from the checkpoint."""
-    told = 0
-    for attempt in range(tries):
-        job = admin.submit(engine.write_job(jobs / str(attempt), experiment, run, deadline))
-        tell({"note": "waiting for the sites" if attempt == 0 else "going on with a new job"})
-        over, look_again = False, 0.0
-        while not over:
+    admin: engine.Admin, experiment: Experiment, run: str, tell: Tell, sites: int = 1
+) -> str:
+    """A run is a series of disposable jobs over durable state. When one ends early the next goes
+    on from the checkpoint, once enough sites are there; when a lost site is back, the job makes
+    room for one that has it. The server may go away and come back. Returns the last job."""
+    fewest, barren, why = sites, 0, ""
+    job = patiently(lambda: admin.running(run), tell)
+    while True:
+        if job is None:
+            here = sorted(_gather(admin, fewest, tell))
+            with engine.temporary_folder() as folder:
+                path = engine.write_job(folder, experiment.resolved, run, here)
+                job = patiently(lambda path=path: admin.submit(path), tell)
+            tell({"note": f"starting a job with {len(here)} sites"})
+        rounds, ended, why = _follow(admin, job, tell, why)
+        if ended:
+            return job
+        fewest = max(1, math.ceil(float(experiment.deploy.get("quorum", 0.0)) * sites))
+        barren = 0 if rounds else barren + 1
+        if barren == FUTILE:
+            raise InvalidInput(f"{FUTILE} jobs in a row did nothing: {why or 'see the logs'}.")
+        tell({"note": "going on with a new job"})
+        job = None
+
+
+def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, bool, str]:
+    """Until a job ends: how many rounds it did, whether that was all, and its last complaint."""
+    told = rounds = 0
+    lost: dict[str, float] = {}
+    began = heard = time.monotonic()
+    look_again, over = 0.0, False
+    while True:
+        try:
             if time.monotonic() > look_again:
-                over, look_again = "FINISHED" in admin.status(job), time.monotonic() + 2
-            told = _tell_news(home / "progress.jsonl", told, tell)
-            if (home / "done").exists():
-                return
-            time.sleep(WAIT)
-    raise InvalidInput(f"The run did not end in {tries} jobs; see the logs of the server's kit.")
+                over, look_again = admin.is_over(job), time.monotonic() + 2
+            alive = admin.sites() if lost and time.monotonic() > began + REJOIN else {}
+            back = [site for site in lost if alive.get(site, 0) > lost[site] + engine.SILENT]
+            news = admin.news(job, told, make_room=bool(back))
+        except engine.NoServer as error:
+            tell({"note": f"{error} Waiting for it."})
+            patiently(admin.sites, tell)
+            news = None
+        if news is not None:
+            heard = time.monotonic()
+        elif time.monotonic() > heard + GONE:
+            over = True  # a server that was away says for ever that its old job runs
+        for entry in news or []:
+            tell(entry)
+            rounds += "round" in entry
+            why = entry.get("note", why)
+            if "lost" in entry:
+                lost[entry["lost"]] = max(admin.sites().values(), default=0.0)
+            if "error" in entry:
+                raise InvalidInput(entry["error"])
+            if "done" in entry:
+                admin.news(job, told + len(news or []))
+                return rounds, True, why
+        told += len(news or [])
+        if over and not news:
+            return rounds, False, why
+        time.sleep(0 if news else WAIT)
 
 
-def _tell_news(path: Path, told: int, tell: Tell) -> int:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    for line in whole[told:]:
-        tell(json.loads(line))
-    return len(whole)
+def _gather(admin: engine.Admin, fewest: int, tell: Tell) -> list[str]:
+    """Waits until that many sites are there, however long it takes, and says so."""
+    said = -1
+    while True:
+        here = list(patiently(admin.sites, tell))
+        if len(here) >= fewest:
+            return here
+        if len(here) != said:
+            said = len(here)
+            tell({"note": f"waiting for sites: {said} of {fewest} are there"})
+        time.sleep(WAIT)
+
+
+def patiently(command: Callable[[], Any], tell: Tell) -> Any:
+    """A command to the server, as soon as it answers."""
+    while True:
+        try:
+            return command()
+        except engine.NoServer as error:
+            tell({"note": str(error)})
+            time.sleep(1.0)
 
 
 def init(file: Path, out: Path) -> dict[str, Path]:
@@ -158,16 +234,36 @@ def keep_running(process: subprocess.Popen, log: Path, show: Callable[[str], Non
         engine.stop([process])
 
 
+def check_certificate(kit: Path) -> None:
+    """Says in a sentence if this kit's certificate cannot be used any more, or is another's."""
+    from cryptography import x509
+
+    role = "server" if (kit / "startup/server.crt").exists() else "client"
+    try:
+        data = (kit / "startup" / f"{role}.crt").read_bytes()
+        certificate = x509.load_pem_x509_certificate(data)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{kit} has no certificate that can be read: {error}.") from error
+    end = certificate.not_valid_after_utc
+    if end < datetime.datetime.now(datetime.UTC):
+        raise InvalidInput(
+            f"The certificate of {kit.name} expired on {end:%Y-%m-%d}: make new kits."
+        )
+    name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
+    if name != kit.name:
+        raise InvalidInput(f"This kit is named {kit.name}, but its certificate is that of {name}.")
+
+
 def check_welcome(kit: Path, timeout: float = 8.0) -> None:
     """Says in a sentence why a server would not take this kit; FLARE itself waits silently."""
     startup = kit / "startup"
     try:
-        target = json.loads((startup / "fed_client.json").read_text())["servers"][0]["service"][
-            "target"
-        ]
+        servers = json.loads((startup / "fed_client.json").read_text())["servers"]
+        target = servers[0]["service"]["target"]
     except (OSError, KeyError, IndexError, ValueError) as error:
         raise InvalidInput(f"{kit} is not a site's kit: {error}.") from error
     host, _, port = target.rpartition(":")
+    refused = f"The server at {target} refuses this kit"
     try:
         context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
         context.load_cert_chain(startup / "client.crt", startup / "client.key")
@@ -177,19 +273,19 @@ def check_welcome(kit: Path, timeout: float = 8.0) -> None:
             context.wrap_socket(plain, server_hostname=host) as secure,
         ):
             secure.settimeout(1.0)  # a server that refuses the certificate says so at once
-            try:
+            with contextlib.suppress(TimeoutError):
                 if secure.recv(1) == b"":
-                    raise InvalidInput(f"The server at {target} refuses this kit's certificate.")
-            except TimeoutError:
-                pass
+                    raise InvalidInput(f"{refused}'s certificate.")
     except ssl.SSLCertVerificationError as error:
-        reason = error.verify_message
+        reason = error.verify_message.rstrip(".")
         raise InvalidInput(
             f"The server at {target} is not the one of this kit: {reason}."
         ) from error
     except ssl.SSLError as error:
         reason = (error.reason or "TLS failed").lower().replace("_", " ")
-        raise InvalidInput(f"The server at {target} refuses this kit: {reason}.") from error
+        raise InvalidInput(f"{refused}: {reason}.") from error
+    except TimeoutError as error:
+        raise InvalidInput(f"The server at {target} does not speak TLS.") from error
     except OSError as error:
         raise InvalidInput(f"No server at {target}: {error.strerror or error}.") from error
 

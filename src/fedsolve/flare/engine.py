@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,15 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from fedsolve.errors import InvalidInput
-from fedsolve.flare.jobs import HOME, SITE
+from fedsolve.flare.jobs import HOME, OWNER, TOPIC
 
 ADMIN = "admin@fedsolve.local"
+HEARTBEAT = 2.0  # seconds between two signs of life of a site
+SILENT = 5 * HEARTBEAT  # after so long without one it counts as gone
 ALLOWED = (
     "nvflare.collab.runtime.controller.CollabController",
     "nvflare.collab.runtime.executor.CollabExecutor",
@@ -108,26 +112,30 @@ def _prepare(kit: Path) -> None:
     logging = json.loads((local / "log_config.json.default").read_text())
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
+    # The administrator may ask a job for news before it can answer: no error.
+    quiet = "nvflare.private.fed.server.server_commands.AppCommandProcessor"
+    logging.setdefault("loggers", {})[quiet] = {"level": "CRITICAL"}
     (local / "log_config.json").write_text(json.dumps(logging, indent=1))
 
 
-def start_server(kit: Path) -> subprocess.Popen:
-    """The server's process."""
-    return _start(kit, "server", {HOME: str(kit.resolve() / "fedsolve")})
+def start_server(kit: Path, owners_file: Path | None = None) -> subprocess.Popen:
+    """The server's process, with its owner's allow-list if there is one."""
+    return _start(kit, "server", owners_file)
 
 
-def start_site(kit: Path, site_file: Path) -> subprocess.Popen:
+def start_site(kit: Path, owners_file: Path) -> subprocess.Popen:
     """A site's process, with its owner's file."""
-    home, owned = kit.resolve() / "fedsolve", site_file.resolve()
-    return _start(kit, "client", {HOME: str(home), SITE: str(owned)})
+    return _start(kit, "client", owners_file)
 
 
-def _start(kit: Path, role: str, extra: dict[str, str]) -> subprocess.Popen:
+def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
     kit = kit.resolve()
     _prepare(kit)
+    extra = {HOME: str(kit / "fedsolve")}
+    extra |= {OWNER: str(owners_file.resolve())} if owners_file is not None else {}
     module = f"nvflare.private.fed.app.{role}.{role}_train"
     words = ["-m", str(kit), "-s", f"fed_{role}.json", "--set", "secure_train=true"]
-    words += [f"uid={kit.name}"] if role == "client" else []
+    words += [f"uid={kit.name}", f"heart_beat_interval={HEARTBEAT}"] if role == "client" else []
     words += ["org=fedsolve", "config_folder="]
     with open(kit / "output.log", "ab") as output:
         return subprocess.Popen(
@@ -155,8 +163,8 @@ def stop(processes: list[subprocess.Popen]) -> None:
         process.wait(timeout=10)
 
 
-def write_job(folder: Path, experiment: dict[str, Any], run: str, deadline: float) -> Path:
-    """A job that carries a configuration, and no code."""
+def write_job(folder: Path, experiment: dict[str, Any], run: str, sites: list[str]) -> Path:
+    """A job for those sites that carries a configuration, and no code."""
     text = json.dumps(experiment)
     threads = {"max_inbound_call_threads": 100, "max_outbound_call_threads": 100}
     common = {"collab_obj_ids": [], "props": {}, **threads}
@@ -169,7 +177,7 @@ def write_job(folder: Path, experiment: dict[str, Any], run: str, deadline: floa
             {
                 "id": "_server",
                 "path": ALLOWED[2],
-                "args": {"experiment": text, "run": run, "deadline": deadline},
+                "args": {"experiment": text, "run": run},
             }
         ],
         "task_data_filters": [],
@@ -189,7 +197,8 @@ def write_job(folder: Path, experiment: dict[str, Any], run: str, deadline: floa
         "task_data_filters": [],
         "task_result_filters": [],
     }
-    meta = {"name": run, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}
+    places = {"app": ["server", *sites]}
+    meta = {"name": run, "resource_spec": {}, "min_clients": 1, "deploy_map": places}
     config = folder / run / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
     (folder / run / "meta.json").write_text(json.dumps(meta))
@@ -198,63 +207,137 @@ def write_job(folder: Path, experiment: dict[str, Any], run: str, deadline: floa
     return folder / run
 
 
+class NoServer(Exception):
+    """The server does not answer, for now."""
+
+
 class Admin:
-    """The administrator's session with a running server."""
+    """The administrator's session with a server, which may go away and come back."""
 
     def __init__(self, kit: Path, timeout: float = 60.0):
         os.environ.update(ENVIRONMENT)
-        from nvflare.fuel.flare_api.flare_api import new_secure_session
-
+        self._kit, self._session = kit, None
         end = time.monotonic() + timeout
         while True:
             try:
-                self._session = new_secure_session(ADMIN, str(kit), timeout=5.0)
+                self._connect()
                 return
-            except Exception as error:
+            except NoServer as error:
                 if time.monotonic() > end:
-                    raise InvalidInput(f"No server answers: {error}.") from error
+                    raise InvalidInput(str(error)) from error
                 time.sleep(0.3)
 
-    def wait_for_sites(self, count: int, timeout: float = 60.0) -> None:
-        """Until so many sites are registered."""
-        end = time.monotonic() + timeout
-        while len(self._session.get_system_info().client_info) < count:
-            if time.monotonic() > end:
-                raise InvalidInput(f"After {timeout:.0f} s not all of {count} sites are there.")
-            time.sleep(0.3)
+    def _connect(self) -> Any:
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+        if self._session is None:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):  # it prints that it connects
+                    self._session = new_secure_session(ADMIN, str(self._kit), timeout=5.0)
+            except Exception as error:
+                raise NoServer(f"No server answers: {error}.") from error
+        return self._session
+
+    def _do(self, command: Callable[[Any], Any]) -> Any:
+        """Any trouble is taken for a server that went away: the next command connects anew."""
+        session = self._connect()
+        try:
+            return command(session)
+        except Exception as error:
+            self.close()
+            raise NoServer(f"The server does not answer: {error}.") from error
+
+    def sites(self) -> dict[str, float]:
+        """Sites that show signs of life, and when each did last."""
+        found = self._do(lambda session: session.get_system_info()).client_info
+        newest = max((info.last_connect_time for info in found), default=0.0)
+        newest = max(newest, self._clock(newest))
+        return {
+            info.name: info.last_connect_time
+            for info in found
+            if info.last_connect_time > newest - SILENT
+        }
+
+    def _clock(self, newest: float) -> float:
+        """The server's clock, which only its own entries tell: it goes on between two looks."""
+        seen, at = getattr(self, "_seen", (0.0, 0.0))
+        if newest > seen:
+            self._seen = seen, at = newest, time.monotonic()
+        return seen + time.monotonic() - at
 
     def submit(self, job: Path) -> str:
-        return self._session.submit_job(str(job))
+        return self._do(lambda session: session.submit_job(str(job)))
 
-    def status(self, job: str) -> str:
-        """RUNNING, or how it ended."""
-        return str(self._session.get_job_meta(job).get("status"))
+    def is_over(self, job: str) -> bool:
+        """Whether a job has ended, in whatever way."""
+        return "FINISHED" in str(self._do(lambda s: s.get_job_meta(job)).get("status"))
+
+    def wait_for_end(self, job: str) -> None:
+        """Until a job that has done its work is put away."""
+        while not self.is_over(job):
+            time.sleep(0.3)
+
+    def end(self, job: str) -> None:
+        self._do(lambda session: session.abort_job(job))
+
+    def running(self, run: str) -> str | None:
+        """The job that a run has now, if any."""
+        waiting = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
+        for job in self._do(lambda session: session.list_jobs()):
+            if job["job_name"] == run and job["status"] in waiting:
+                return job["job_id"]
+        return None
+
+    def news(self, job: str, since: int, make_room: bool = False) -> list[dict[str, Any]] | None:
+        """What a job has told after so many entries; None where it does not run."""
+        try:
+            wish = {"since": since, "yield": make_room}
+            return self._connect().do_app_command(job, TOPIC, wish)["news"]
+        except NoServer:
+            raise
+        except Exception:
+            return None  # it has not started, or is over, or its server was away
+
+    def download(self, job: str, folder: Path) -> Path:
+        """The results of a job that ended."""
+        return Path(self._do(lambda s: s.download_job_result(job, str(folder))))
 
     def overview(self) -> list[str]:
-        """Sites and jobs, a line each."""
-        sites = [f"site {info.name}" for info in self._session.get_system_info().client_info]
-        jobs = [f"job {job['name']}: {job['status']}" for job in self._session.list_jobs()]
-        return [*sites, *jobs]
+        """Sites and jobs, a line each, with the last news of those that run."""
+        alive = self.sites()
+        lines = [f"site {name}" for name in sorted(alive)]
+        for job in self._do(lambda session: session.list_jobs()):
+            lines.append(f"job {job['job_name']}: {job['status']}")
+            news = self.news(job["job_id"], 0) if job["status"] == "RUNNING" else None
+            rounds = [entry for entry in news or [] if "round" in entry]
+            if rounds:
+                last = rounds[-1]
+                answered = ", ".join(last["answered"])
+                lines[-1] += f", round {last['round']}, f {last['objective']:.4g}, heard {answered}"
+        return lines
 
     def shut_down(self) -> None:
         """Ends running jobs, all sites and the server."""
-        from nvflare.fuel.flare_api.api_spec import JobNotDone, TargetType
+        from nvflare.fuel.flare_api.api_spec import TargetType
 
-        for job in self._session.list_jobs():
+        for job in self._do(lambda session: session.list_jobs()):
             if job["status"] == "RUNNING":
-                self._session.abort_job(job["job_id"])
+                self.end(job["job_id"])
         end = time.monotonic() + 20
         while True:
             try:
-                self._session.shutdown(TargetType.ALL)
+                self._do(lambda session: session.shutdown(TargetType.ALL))
                 return
-            except JobNotDone as error:
+            except NoServer as error:
                 if time.monotonic() > end:
-                    raise InvalidInput(f"A job does not end: {error}.") from error
+                    raise InvalidInput(f"A job does not end: {error}") from error
                 time.sleep(0.5)
 
     def close(self) -> None:
-        self._session.close()
+        if self._session is not None:
+            with contextlib.suppress(Exception):
+                self._session.close()
+            self._session = None
 
 
 def free_port() -> int:

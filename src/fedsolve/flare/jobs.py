@@ -8,111 +8,194 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import shutil
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from nvflare.collab import collab
 
 from fedsolve.config import Experiment, resolve
 from fedsolve.errors import InvalidInput
-from fedsolve.flare.data import site_problem
-from fedsolve.flare.server import Link, serve
+from fedsolve.flare.data import allowed, owners_file, site_problem
+from fedsolve.flare.server import Link, TooFew, serve
 from fedsolve.flare.site import Share
+from fedsolve.flare.wire import encode
 from fedsolve.simulation import keep_compiled_programs
 from fedsolve.solving import numbers_on_device, precision_of
 
 HOME = "FEDSOLVE_HOME"  # where this machine keeps what must not be lost
-SITE = "FEDSOLVE_SITE"  # the file in which a site's owner names its data
+OWNER = "FEDSOLVE_OWNER"  # the file in which this machine's owner names data and an allow-list
+TOPIC = "fedsolve"  # of the administrator's questions to a running job
 
 
-def experiment_of(text: str) -> Experiment:
-    """The one run that a job is about."""
-    experiment = resolve("deployed", json.loads(text))
-    if len(experiment.cells) != 1 or len(experiment.seeds) != 1:
-        raise InvalidInput("A deployment runs one variant with one seed; choose with --set.")
+def built(text: str) -> Experiment:
+    """The experiment that a job carries, from what this machine's owner allows."""
+    owner = os.environ.get(OWNER)
+    names = allowed(owners_file(Path(owner))) if owner else []
+    experiment = resolve("deployed", json.loads(text), names)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     return experiment
 
 
 class Site:
-    """A site's end of a job."""
+    """A site's end of a job. Whatever is wrong here is an answer, not the end of everyone's job."""
 
     def __init__(self, experiment: str, run: str):
-        self._experiment, self._run = experiment, run
+        self._text, self._run, self._trouble = experiment, run, ""
+        self._shares: dict[int, Share] = {}
+        self._lock = threading.Lock()
 
     @collab.init
     def start(self) -> None:
         keep_compiled_programs(Path(os.environ[HOME], "programs"))
-        experiment = experiment_of(self._experiment)
-        ((problem, algorithm),) = experiment.cells.values()
-        home = Path(os.environ[HOME], "runs", self._run)
-        share = site_problem(problem, Path(os.environ[SITE]))
-        self._share = Share(
-            home, share, algorithm, experiment.seeds[0], experiment.options.get("precision")
-        )
+        try:
+            self._experiment = built(self._text)
+        except InvalidInput as error:
+            self._trouble = str(error)
 
     @collab.publish
-    def answer(self, data: bytes) -> bytes:
-        return self._share.answer(data)
+    def answer(self, cell: int, data: bytes) -> bytes:
+        with self._lock:
+            try:
+                return self._share(cell).answer(data)
+            except InvalidInput as error:
+                self._trouble = str(error)
+                return encode({"status": "refused", "reason": self._trouble}, {})
+
+    def _share(self, cell: int) -> Share:
+        """This site's clients in one of the experiment's runs."""
+        if self._trouble:
+            raise InvalidInput(self._trouble)
+        if cell not in self._shares:
+            experiment = self._experiment
+            if not isinstance(cell, int) or not 0 <= cell < len(experiment.runs):
+                raise InvalidInput("There is no such run in this job.")
+            variant, seed = experiment.runs[cell]
+            problem, algorithm = experiment.cells[variant]
+            home = Path(os.environ[HOME], "runs", self._run, str(cell))
+            own = site_problem(problem, Path(os.environ[OWNER]))
+            precision = experiment.options.get("precision")
+            self._shares = {cell: Share(home, own, algorithm, seed, precision)}
+        return self._shares[cell]
 
 
 class Coordinator:
     """The server's end of a job: it goes on where the last job of this run stopped."""
 
-    def __init__(self, experiment: str, run: str, deadline: float = 30.0):
-        self._experiment, self._run, self._deadline = experiment, run, deadline
+    def __init__(self, experiment: str, run: str):
+        self._text, self._run = experiment, run
+        self._news: list[dict[str, Any]] = []
+        self._heard = 0  # how many of them the administrator has
+        self._yield = False
 
     @collab.main
     def run(self) -> None:
+        # A round calls out of its program; JAX must not wait for itself there.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         keep_compiled_programs(Path(os.environ[HOME], "programs"))
-        experiment = experiment_of(self._experiment)
-        ((problem, algorithm),) = experiment.cells.values()
-        options = dict(experiment.options)
-        precision = options.get("precision")
+        collab.fl_ctx.get_engine().register_app_command(TOPIC, self._command)
+        try:
+            self._all_runs()
+        except TooFew as few:
+            self._tell({"note": str(few)})
+        except InvalidInput as error:
+            self._tell({"error": str(error)})
+        self._wait_until_told()
+
+    def _all_runs(self) -> None:
+        experiment = built(self._text)
         home = Path(os.environ[HOME], "runs", self._run)
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        kept = home / "experiment.json"
+        if kept.exists() and json.loads(kept.read_text()) != experiment.resolved:
+            raise InvalidInput(f"{self._run} is another experiment's run; choose another name.")
+        kept.write_text(json.dumps(experiment.resolved))
+        calls = Calls(float(experiment.deploy.get("deadline", 30.0)), self._tell)
+        for cell, (variant, seed) in enumerate(experiment.runs):
+            place = home / str(cell)
+            place.mkdir(exist_ok=True, mode=0o700)
+            if not (place / "done").exists():
+                self._one_run(experiment, cell, variant, seed, place, calls)
+                (place / "done").touch()
+        results = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
+        for cell in range(len(experiment.runs)):
+            shutil.copy(home / str(cell) / "server.safetensors", results / f"{cell}.safetensors")
+        (home / "done").touch()
+        self._tell({"done": True})
+
+    def _one_run(
+        self, experiment: Experiment, cell: int, variant: str, seed: int, home: Path, calls: Calls
+    ) -> None:
+        problem, algorithm = experiment.cells[variant]
+        options = experiment.options
+        precision = options.get("precision")
+        facts = {"cell": cell, "variant": variant, "seed": seed}
         with open(home / "progress.jsonl", "a", encoding="utf-8") as file:
 
             def tell(entry: dict[str, Any]) -> None:
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps(entry | {"at": time.time()}) + "\n")
                 file.flush()
+                self._tell(facts | entry)
 
             with precision_of(precision) as dtype:
                 link = Link(
-                    Calls(self._deadline),
+                    lambda messages: calls(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),
-                    lambda text: tell({"note": text, "at": time.time()}),
+                    lambda text: tell({"note": text}),
+                    float(experiment.deploy.get("quorum", 0.0)),
                 )
-            link.hello([client.name for client in collab.clients])
             serve(
                 link,
+                [client.name for client in collab.clients],
                 problem,
                 algorithm,
                 options["rounds"],
-                experiment.seeds[0],
+                seed,
                 home,
                 evaluate_every=options.get("evaluate_every", 1),
                 precision=precision,
                 progress=tell,
+                go_on=lambda: not self._yield,
             )
-        (home / "done").touch()
+
+    # The administrator's questions
+
+    def _tell(self, entry: dict[str, Any]) -> None:
+        self._news.append(entry)
+
+    def _command(self, topic: str, wish: Any, context: Any) -> dict[str, Any]:
+        """News since the last question; and whether to make room for another job."""
+        wish = wish if isinstance(wish, dict) else {}
+        self._yield = self._yield or bool(wish.get("yield"))
+        since = int(wish.get("since", 0))
+        self._heard = max(self._heard, since)
+        return {"news": self._news[since : since + 1000]}
+
+    def _wait_until_told(self, seconds: float = 5.0) -> None:
+        """A job that ended takes its news along: give the administrator a moment to hear them."""
+        end = time.monotonic() + seconds
+        while self._heard < len(self._news) and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 class Calls:
     """One message to each of some sites at once. A site that does not answer in time is dead for
     the rest of the job, and is not waited for again."""
 
-    def __init__(self, deadline: float):
-        self._deadline, self._dead = deadline, set()
+    def __init__(self, deadline: float, tell: Any):
+        self._deadline, self._dead, self._tell = deadline, set(), tell
 
-    def __call__(self, messages: dict[str, bytes]) -> Mapping[str, bytes | Exception]:
+    def __call__(self, cell: int, messages: dict[str, bytes]) -> Mapping[str, bytes | Exception]:
         waiting: dict[str, Any] = {
-            site: collab.get_clients([site])(blocking=False, timeout=self._deadline).answer(data)
+            site: collab.get_clients([site])(blocking=False, timeout=self._deadline).answer(
+                cell, data
+            )
             for site, data in messages.items()
             if site not in self._dead
         }
@@ -123,9 +206,7 @@ class Calls:
             for failed, error in queue.failures.items():
                 found[failed] = RuntimeError(str(error).splitlines()[-1] if str(error) else "lost")
                 self._dead.add(failed)
+                self._tell({"lost": failed})
         if collab.is_aborted:
-            print("the job was ended", file=sys.stderr)
-            raise RuntimeError("the job was ended")
-        if messages and not any(isinstance(reply, bytes) for reply in found.values()):
-            raise RuntimeError("no site answers any more")
+            raise TooFew("the job was ended")
         return found

@@ -26,12 +26,22 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Question, evaluation_key
-from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
+from fedsolve.flare.wire import (
+    Protocol,
+    Refused,
+    decode,
+    encode,
+    nothing_left,
+    protocol,
+    size_of,
+    take,
+)
 from fedsolve.problem import Problem
 from fedsolve.samples import Samples
 from fedsolve.simulation import client_values
 from fedsolve.solving import numbers_on_device, precision_of
 
+MOST_CLIENTS = 10_000_000
 START = "start"  # the name of w before anything was published
 
 
@@ -62,28 +72,26 @@ class Share:
         with precision_of(precision) as dtype:
             self._problem = problem.on_device(dtype)
             self._algorithm = numbers_on_device(algorithm, dtype)
-            self._protocol = protocol(self._problem, self._algorithm)
             self._seed = jax.random.key_data(jax.random.key(seed))
             w = self._problem.start()
             one = self._algorithm.init_client(w), self._problem.init_memory()
-        self._count = problem.n
+            self._client = jax.eval_shape(lambda: one)
+        self._count, self._total = problem.n, 0  # here, and of all sites together (0: not known)
+        self._protocol = Protocol((), (), self._client, w)
         self._states = jax.tree.map(lambda x: np.tile(x, (self._count, *[1] * np.ndim(x))), one)
         self._w, self._w_name = np.asarray(w), START
         self._settled, self._round = -1, -1
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
-        self._most = size_of((self._protocol.w, [e.message for e in self._protocol.exchanges]))
-        self._most += size_of(self._protocol.w) + 4 * max(
-            map(size_of, self._protocol.packets), default=0
-        )
         self._load()
 
     def answer(self, data: bytes) -> bytes:
         """The answer to a question; one that cannot be answered gets its reason."""
         with self._lock, precision_of(self._precision):
             try:
-                head, arrays = decode(data, self._most)
+                head, arrays = decode(data, self._most())
                 kind = head.get("kind")
                 if kind == "hello":
+                    self._know(_whole(head, "total"))
                     return encode({"status": "ok", "clients": self._count}, {})
                 if kind not in ("ask", "evaluate"):
                     raise Refused(f"no such kind of question: {str(kind)[:40]}")
@@ -96,6 +104,20 @@ class Share:
                 return self._ask(head, arrays)
             except Refused as refused:
                 return encode({"status": "refused", "reason": str(refused)}, {})
+
+    def _know(self, total: int) -> None:
+        """How many clients all sites have together: it can shape a message."""
+        if total not in (0, self._total):
+            if total > MOST_CLIENTS:
+                raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
+            self._protocol = protocol(self._problem, self._algorithm, total)
+            self._total = total
+
+    def _most(self) -> int:
+        """Bytes of arrays in the largest message that can be right."""
+        messages = [exchange.message for exchange in self._protocol.exchanges]
+        news = max(map(size_of, self._protocol.packets), default=0)
+        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news
 
     def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
@@ -122,9 +144,8 @@ class Share:
             states = self._before(number, used)
             rows = jax.tree.map(lambda leaf: leaf[local], states)
             moved, reply = self._compute(number, round, clients, local, rows, message)
-            known = _Entry(
-                digest, local, moved, encode({"status": "ok", "id": digest}, {"reply": reply})
-            )
+            told = {"status": "ok", "round": round, "exchange": number}
+            known = _Entry(digest, local, moved, encode(told, {"reply": reply}))
             for later in [n for n in self._log if n >= number]:
                 self._forget(later)
             self._round = round
@@ -230,14 +251,14 @@ class Share:
         if (path := self._home / "base.safetensors").exists():
             head, arrays = decode(path.read_bytes(), most)
             self._settled = head["settled"]
-            self._states = take(arrays, "states", self._protocol.client, rows=self._count)
+            self._states = take(arrays, "states", self._client, rows=self._count)
         if (path := self._home / "w.safetensors").exists():
             head, arrays = decode(path.read_bytes(), most)
             self._w, self._w_name = np.asarray(take(arrays, "w", self._protocol.w)), head["name"]
         for path in sorted(self._home.glob("answer-*.safetensors")):
             head, arrays = decode(path.read_bytes(), most)
             local = np.asarray(head["local"], np.int64)
-            rows = take(arrays, "rows", self._protocol.client, rows=len(local))
+            rows = take(arrays, "rows", self._client, rows=len(local))
             reply = arrays["reply.0"].tobytes()
             if head["round"] > self._settled:
                 self._round = head["round"]

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Packet
 from fedsolve.federation import Flags, Question, State
 from fedsolve.problem import Problem
+from fedsolve.samples import Samples
 from fedsolve.simulation import Simulation
 
 HEAD = 2**20  # bytes allowed for the head and the arrays' names
@@ -122,8 +124,8 @@ class Protocol:
     w: Any
 
 
-def protocol(problem: Problem, algorithm: Algorithm) -> Protocol:
-    """Found by tracing one round, as its program would be compiled."""
+def protocol(problem: Problem, algorithm: Algorithm, clients: int) -> Protocol:
+    """Found by tracing one round with so many clients, as its program would be compiled."""
     exchanges: list[Exchange] = []
     packets: list[Any] = []
 
@@ -141,10 +143,14 @@ def protocol(problem: Problem, algorithm: Algorithm) -> Protocol:
             packets.append(shapes(packet))
             super().publish(packet, when)
 
-    def look(words: Any) -> Any:
-        state = State.start(problem, algorithm, jax.random.wrap_key_data(words))
-        Listening(problem, state).play(algorithm)
+    def look(words: Any, samples: Samples) -> Any:
+        whole = eqx.tree_at(lambda p: p.samples, problem, samples)
+        state = State.start(whole, algorithm, jax.random.wrap_key_data(words))
+        Listening(whole, state).play(algorithm)
         return state.w, (algorithm.init_client(state.w), problem.init_memory())
 
-    w, client = jax.eval_shape(look, jax.random.key_data(jax.random.key(0)))
+    everyones = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((clients, *x.shape[1:]), x.dtype), problem.samples
+    )
+    w, client = jax.eval_shape(look, jax.random.key_data(jax.random.key(0)), everyones)
     return Protocol(tuple(exchanges), tuple(packets), client, w)

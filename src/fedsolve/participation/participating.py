@@ -70,7 +70,7 @@ def as_weighting(value: Any) -> Weighting:
     return _named("weighting", Uniform() if value is None else value, WEIGHTINGS, Weighting)
 
 
-def as_selection(value: Any) -> Selection | None:
+def as_selection(value: Any) -> Any:
     """A selection as the user may give it: itself, its name, or None."""
     return value if value is None else _named("selection", value, SELECTIONS, Selection)
 
@@ -129,7 +129,7 @@ class Participating(Algorithm):
 
     # On the server
 
-    def init_participation(self, w: Float[Array, " d"], clients: int) -> Memory:
+    def init_participation(self, w: Float[Array, " d"], clients: int) -> Any:
         return Memory(
             self.weighting.init(w, clients),
             self.selecting.init(clients),

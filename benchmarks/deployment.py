@@ -1,0 +1,168 @@
+"""What a real exchange costs, beside the bare FLARE call in the same job.
+
+    python benchmarks/deployment.py         # 3 sites: 1 kB, 1 MB, 44 MB; 8 and 16 sites: 1 kB
+    python benchmarks/deployment.py --sites 3 --sizes 1000
+    python benchmarks/deployment.py --long 5000   # threads and memory over so many exchanges
+
+An exchange of ours sends w down and as much up, keeps every answer on the site's disk before it is
+given and the server's state on its own; the bare call only echoes as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from nvflare.collab import collab
+
+import fedsolve as fs
+from fedsolve import config
+from fedsolve.flare import engine, jobs
+from fedsolve.flare.deploy import local_federation, run_on
+
+NAMES = ("deployment.Echoing", "deployment.Timing")
+
+
+class Echo(fs.Algorithm):
+    """Every client sends w back, and the server publishes a change of the same size."""
+
+    def init(self, w: Any) -> None:
+        return None
+
+    def reply(self, client: fs.Client, state: Any) -> tuple[Any, Any]:
+        return state, client.w
+
+    def round(self, fed: fs.Federation, server: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+        mean = fed.ask(self.reply, np.arange(fed.clients, dtype=np.int32)).mean()
+        fed.publish(fs.Identity()(mean - fed.w + 1))
+        return server, {}
+
+
+def idle(clients: int = 3, size: int = 250) -> fs.Problem:
+    """Nothing to compute, and w of that many numbers."""
+    return fs.Problem(
+        objective=lambda w, data: jnp.sum(data["x"]),
+        clients={"x": np.zeros((clients, 1), np.float32)},
+        params=np.zeros(size, np.float32),
+    )
+
+
+class Echoing(jobs.Site):
+    """A site that also answers bare calls."""
+
+    @collab.publish
+    def echo(self, data: bytes) -> bytes:
+        return data
+
+
+class Timing(jobs.Coordinator):
+    """The same job, with bare calls before the run."""
+
+    def _all_runs(self) -> None:
+        experiment = jobs.built(self._text)
+        for variant, (problem, _) in experiment.cells.items():
+            data = bytes(4 * problem.size)
+            times = []
+            for _ in range(experiment.options["rounds"]):
+                began = time.perf_counter()
+                waiting: list[Any] = [
+                    collab.get_clients([c.name])(blocking=False, timeout=60.0).echo(data)
+                    for c in collab.clients
+                ]
+                for queue in waiting:
+                    list(queue)
+                times.append(1e3 * (time.perf_counter() - began))
+            self._tell({"bare": statistics.median(times), "variant": variant})
+        super()._all_runs()
+
+
+def experiment(sites: int, sizes: list[int], rounds: int) -> config.Experiment:
+    variants = {f"{size:,} B": {"problem.size": size // 4} for size in sizes}
+    table = {
+        "problem": {"kind": "deployment:idle", "clients": sites, "size": sizes[0] // 4},
+        "algorithm": {"kind": "deployment:Echo"},
+        "run": {"rounds": rounds, "evaluate_every": rounds},
+        "variants": variants,
+        "deploy": {"deadline": 60.0},
+    }
+    return config.resolve("deployment", table)
+
+
+@contextlib.contextmanager
+def federation(sites: int):
+    """As `local_federation` makes it, with this file's classes allowed."""
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *sys.path])
+    allow = '\n[allow]\nproblems = ["deployment:idle"]\nalgorithms = ["deployment:Echo"]\n'
+    engine.ALLOWED = (*engine.ALLOWED[:2], NAMES[1], NAMES[0], *engine.ALLOWED[2:])
+    with engine.temporary_folder() as place:
+        (place / "owner.toml").write_text(allow)
+        os.environ[jobs.OWNER] = str(place / "owner.toml")
+        with local_federation(sites, sites, lambda news: None) as running:
+            for name, kit in running.kits.items():
+                if name.startswith("site"):
+                    with open(kit / "site.toml", "a") as file:
+                        file.write(allow)
+            yield running
+
+
+def compare(sites: int, sizes: list[int], rounds: int) -> None:
+    told: list[dict[str, Any]] = []
+    with federation(sites) as running:
+        run_on(running, experiment(sites, sizes, rounds), "timing", told.append)
+    bare = {news["variant"]: news["bare"] for news in told if "bare" in news}
+    ours = {news["variant"]: news["milliseconds"] for news in told if "milliseconds" in news}
+    for variant in bare:
+        ratio = ours[variant] / bare[variant]
+        print(
+            f"{sites:3d} sites  {variant:>14}  bare {bare[variant]:8.1f} ms  "
+            f"ours {ours[variant]:8.1f} ms an exchange  ratio {ratio:.2f}",
+            flush=True,
+        )
+
+
+def endure(exchanges: int) -> None:
+    with federation(3) as running:
+        seen: list[tuple[int, int, float]] = []
+
+        def look(news: dict[str, Any]) -> None:
+            if "round" in news:
+                family = [
+                    member
+                    for process in running.processes.values()
+                    for member in psutil.Process(process.pid).children(recursive=True)
+                ]
+                memory = sum(member.memory_info().rss for member in family) / 2**20
+                seen.append((news["round"], sum(m.num_threads() for m in family), memory))
+
+        wanted = experiment(3, [1000], exchanges)
+        wanted.resolved["run"]["evaluate_every"] = max(exchanges // 10, 1)
+        run_on(running, config.resolve("long", wanted.resolved), "long", look)
+    for done, threads, memory in seen:
+        print(f"after {done:6d} exchanges: {threads} threads, {memory:.0f} MiB in 4 processes")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sites", type=int, nargs="*", default=[3, 8, 16])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 1_000_000, 44_000_000])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--long", type=int, default=0)
+    chosen = parser.parse_args()
+    if chosen.long:
+        endure(chosen.long)
+    else:
+        for number, sites in enumerate(chosen.sites):
+            compare(sites, chosen.sizes if number == 0 else chosen.sizes[:1], chosen.rounds)
+    print(json.dumps({"cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}))
+    os._exit(0)
