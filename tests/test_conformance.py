@@ -50,6 +50,8 @@ ALGORITHMS = {
         weighting=fs.Strategic(examples.contribution_game(), 2.0),
         selection=fs.participation.Proportional(3),
     ),
+    "SCAFFOLD": fs.SCAFFOLD(0.03, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
+    "F3AST": fs.F3AST(0.02, participants=2, availability=0.7, weighting="DataSize"),
     "PPBC+": fs.PPBC(
         0.05,
         0.001,

@@ -64,3 +64,18 @@ def test_the_first_example_of_the_docs_runs():
     exec(blocks("docs/index.md")[0], names)
     assert names["run"].rounds == 500
     jax.tree.leaves(names["run"].params)
+
+
+def test_the_page_on_games_works(capsys):
+    names = {}
+    for block in blocks("docs/games.md"):
+        exec(block, names)
+    assert "exact=True" in capsys.readouterr().out
+
+
+def test_the_participation_page_works(capsys):
+    names = {}
+    for block in blocks("docs/participation.md"):
+        exec(block, names)
+    away, near = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert near < 0.2 * away

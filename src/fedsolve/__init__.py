@@ -19,6 +19,10 @@ from fedsolve.algorithms import (
     FedProx,
     FedSGM,
     FedSim,
+    F3AST,
+    MOON,
+    SCAFFOLD,
+    FedDyn,
     IncentFedAvg,
     IPPConEx,
     PenaltyFedAvg,
@@ -56,8 +60,11 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "F3AST",
+    "MOON",
     "PPBC",
     "QSGD",
+    "SCAFFOLD",
     "SGD",
     "Adam",
     "Algorithm",
@@ -75,6 +82,7 @@ __all__ = [
     "FedAlt",
     "FedAvg",
     "FedAvgAll",
+    "FedDyn",
     "FedProx",
     "FedSGM",
     "FedSim",

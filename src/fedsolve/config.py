@@ -24,21 +24,26 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 
 ALGORITHMS: dict[str, Callable] = {
+    "F3AST": fs.F3AST,
     "FedADMM": fs.FedADMM,
     "FedAlt": fs.FedAlt,
     "FedAvg": fs.FedAvg,
     "FedAvgAll": fs.FedAvgAll,
     "FedProx": fs.FedProx,
+    "FedDyn": fs.FedDyn,
     "FedSGM": fs.FedSGM,
     "FedSim": fs.FedSim,
     "IPPConEx": fs.IPPConEx,
     "IncentFedAvg": fs.IncentFedAvg,
+    "MOON": fs.MOON,
     "PPBC": fs.PPBC,
     "PenaltyFedAvg": fs.PenaltyFedAvg,
+    "SCAFFOLD": fs.SCAFFOLD,
 }
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
     "cartpole": fs.problems.cartpole,
+    "images": fs.problems.images,
     "linear_regression": fs.problems.linear_regression,
     "logistic": fs.problems.logistic,
     "sparse_logistic": fs.problems.sparse_logistic,
@@ -84,7 +89,10 @@ PARTICIPATION: dict[str, Callable] = {
 PARTS: dict[str, Callable] = (
     COMPRESSORS
     | PARTICIPATION
-    | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
+    | {
+        part.__name__: part
+        for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
+    }
 )
 RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 DEPLOY_KEYS = ("deadline", "quorum", "sites")

@@ -59,10 +59,10 @@ class FedAlt(FedAvg):
     def init_client(self, w: Vector) -> Personal:
         return Personal(w, no_residual(self.uplink, w))
 
-    def improve(self, client: Client, state: Personal) -> tuple[Personal, Packet]:
-        personal, total = self.local(client, state.personal)
+    def improve(self, client: Client, kept: Personal) -> tuple[Personal, Packet]:
+        personal, total = self.local(client, kept.personal)
         key = jax.random.fold_in(client.key, self.local_steps)
-        residual, packet = with_feedback(self.uplink, state.residual, total, key)
+        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
         return Personal(personal, residual), packet
 
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:

@@ -6,7 +6,7 @@ Paper: S. Zhou and G. Y. Li, "Federated Learning via Inexact ADMM", Algorithm 2 
 |---|---|---|
 | `step_size` | γ/m | local |
 | `local_steps` | k_0 | from w, by the participants |
-| the client's state | w_i^k | kept by client i: where it came to when it was last heard |
+| `kept` | w_i^k | kept by client i: where it came to when it was last heard |
 
     w = (1/m) Σ w_i   over all clients, absent ones with their last w_i
 
@@ -57,7 +57,7 @@ class FedAvgAll(FedAvg):
     def init_client(self, w: Vector) -> Vector:
         return w
 
-    def improve(self, client: Client, state: Vector) -> tuple[Vector, Packet]:
-        here = client.w - at(self.step_size, client.round) * self.work(client)
-        packet = self.uplink(here - state, jax.random.fold_in(client.key, self.local_steps))
-        return state + packet.dense(), packet
+    def improve(self, client: Client, kept: Vector) -> tuple[Vector, Packet]:
+        here = client.w - at(self.step_size, client.round) * self.travel(client, client.grad)[0]
+        packet = self.uplink(here - kept, jax.random.fold_in(client.key, self.local_steps))
+        return kept + packet.dense(), packet

@@ -13,10 +13,14 @@ With μ = 0 it is FedAvg, to the bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
+import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.compression import Packet, with_feedback
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem import Client
 
@@ -31,5 +35,10 @@ class FedProx(FedAvg):
     def __check_init__(self):
         check_positive("proximity", self.proximity, zero=True)
 
-    def direction(self, client: Client, w: Vector, key: Key[Array, ""]) -> Vector:
-        return client.grad(w, key) + self.proximity * (w - client.w)
+    def improve(self, client: Client, kept: Any) -> tuple[Any, Packet]:
+        def direction(v: Vector, key: Key[Array, ""]) -> Vector:
+            return client.grad(v, key) + self.proximity * (v - client.w)
+
+        total, _ = self.travel(client, direction)
+        key = jax.random.fold_in(client.key, self.local_steps)
+        return with_feedback(self.uplink, kept, total, key)

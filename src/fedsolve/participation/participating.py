@@ -127,6 +127,9 @@ class Participating(Algorithm):
         if self.availability is not None:
             self.availability.check(problem.n)
 
+    def limits(self) -> dict[str, Any]:
+        return self.weighting.limits()
+
     # On the server
 
     def init_participation(self, w: Float[Array, " d"], clients: int) -> Any:

@@ -69,6 +69,10 @@ class Weighting(eqx.Module):
         """What it writes in the history, from the memory after `weigh`."""
         return {}
 
+    def limits(self) -> dict[str, Any]:
+        """Where what it writes is known to settle."""
+        return {}
+
     def check(self, problem: Problem) -> None:
         """Refuses, with a sentence, a problem that it cannot work with."""
 
