@@ -96,9 +96,10 @@ def main(figure, path, instances=20, of_baselines=3):
         else:
             picture = Figure(figsize=(3.6, 2.7), layout="constrained")
             axis = picture.subplots()
-            for color, (kind, points) in zip(COLORS, curves.items(), strict=False):
+            shown = {kind: points for kind, points in curves.items() if points}
+            for color, (kind, points) in zip(COLORS, shown.items(), strict=False):
                 axis.plot(list(points), list(points.values()), "o-", ms=3, color=color, label=kind)
-            axis.set(xlabel=f"${name}$" if name == "k_0" else name, ylabel="CR", yscale="log")
+            axis.set(xlabel=f"${name}$" if name == "k_0" else name, ylabel="CR", ylim=(0, None))
             axis.legend(fontsize=7)
         picture.savefig(path, dpi=110)
 
