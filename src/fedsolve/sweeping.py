@@ -162,7 +162,8 @@ def _combinations(
 def with_field(module: Any, path: Sequence[str], value: Any) -> Any:
     """The module with one field, perhaps of a part of it, replaced; its checks run again."""
     name, *rest = path
-    names = [field.name for field in dataclasses.fields(module) if field.init]
+    fields = sorted(dataclasses.fields(module), key=lambda field: field.kw_only is True)
+    names = [field.name for field in fields if field.init]
     if name not in names:
         raise InvalidInput(
             f"{type(module).__name__} has no field {name!r}; it has {', '.join(names)}."
