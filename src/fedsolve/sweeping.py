@@ -32,7 +32,7 @@ from fedsolve.solving import (
     precision_of,
     spans_of,
 )
-from fedsolve.stopping import Stop, check_stop
+from fedsolve.stopping import Stop
 
 
 def sweep(
@@ -65,8 +65,7 @@ def sweep(
     if not cells:
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
-        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
-    check_stop(stop)
+        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once, stop)
     followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
