@@ -87,3 +87,14 @@ def test_the_fedadmm_page_runs(capsys):
         exec(block, names)
     averagings, communications = map(int, capsys.readouterr().out.split())
     assert communications == 2 * averagings < 200
+
+
+@examples.needs_data("cifar10")
+def test_the_page_on_images_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSOLVE_DATA", str(examples.DATA))
+    names = {}
+    for block in blocks("docs/images.md"):
+        exec(block, names)
+    assert 0 <= float(capsys.readouterr().out) <= 1
+    assert names["other"].head.weight.shape == (7, 32)
