@@ -152,9 +152,10 @@ class Images(Problem):
         return Client(self, *seen) if self.augment is None else ImageClient(self, *seen)
 
     def with_clients(self, clients: PyTree) -> Images:
-        same = ("batch_size", "test", "validation", "representation", "augment")
+        same = ("batch_size", "test", "validation", "representation")
         options = {name: getattr(self, name) for name in same} | {"metrics": dict(self.metrics)}
-        return Images(self.given[0], clients, self.params, **options)
+        loss, augment = self.given[0], self.augment
+        return Images(loss, clients, self.params, augment=augment, **options)
 
 
 def images(
