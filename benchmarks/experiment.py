@@ -4,7 +4,7 @@
     python benchmarks/experiment.py fedsgm-table-1 out.csv "Top-K 0.5"     # some
 
 `fedsolve run` does the same run by run. On an accelerator all seeds of a variant take about the
-time of one.
+time of one. The file has what docs/results keeps: a few columns, rounded.
 """
 
 import sys
@@ -15,6 +15,8 @@ import pandas as pd
 
 import fedsolve as fs
 from fedsolve import config
+
+COLUMNS = ("round", "objective", "constraint", "reward", "cost", "switch", "bytes_up_total")
 
 
 def main(name, path, wanted):
@@ -27,9 +29,9 @@ def main(name, path, wanted):
         runs = fs.sweep(problem, algorithm, seeds=experiment.seeds, **experiment.options).runs
         print(f"{variant}: {time.perf_counter() - began:.1f} s", flush=True)
         for run in runs:
-            columns = {k: v for k, v in run.history.items() if v.ndim == 1}
-            tables.append(pd.DataFrame({"variant": variant, "seed": run.seed} | columns))
-    pd.concat(tables).to_csv(path, index=False)
+            kept = {name: run.history[name] for name in COLUMNS if name in run.history}
+            tables.append(pd.DataFrame({"variant": variant, "seed": run.seed} | kept))
+    pd.concat(tables).round(2).to_csv(path, index=False)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,30 @@ def neyman_pearson_clients(majority, minority):
     return [client(a, b) for a, b in zip(majority, minority, strict=True)]
 
 
+def ppbc(grads, x0, epochs, step_size, theta, choose, up=None, q=1.0):
+    """PPBC and PPBC+, Algorithms 1 and 2, line by line. `grads` is a list of ∇f_m; an epoch is the
+    list of its rounds' numbers; `choose(x)` gives π̂ at an epoch's start; up[t][m] is η_m.
+
+    Returns x at the start of every epoch after the first.
+    """
+    m = len(grads)
+    x, g_prev, starts = x0.copy(), np.zeros_like(x0), []
+    for rounds in epochs:
+        pi = choose(x)  # lines 4, 5
+        g = [np.zeros_like(x0) for _ in range(m)]  # line 6
+        for t in rounds:
+            eta = np.ones(m) if up is None else np.asarray(up[t], float)
+            slopes = [eta[i] / q * grads[i](x) for i in range(m)]
+            for i in range(m):  # line 12
+                g[i] = g[i] + (1 - theta) * (1 / m - pi[i]) * slopes[i]
+            step = sum(pi[i] * slopes[i] for i in range(m))
+            x = x - step_size * ((1 - theta) * step + theta * g_prev)  # line 17
+        g_prev = sum(g)  # line 22
+        x = x - step_size * g_prev  # line 7 of the next epoch
+        starts.append(x.copy())
+    return np.asarray(starts)
+
+
 def fedadmm(
     gradients,
     w0,

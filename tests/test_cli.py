@@ -283,3 +283,29 @@ def test_every_experiment_resolves(fedsolve, monkeypatch):
             continue
         assert status == 0, told
         assert tomllib.loads(out)["title"]
+
+
+def test_variants_may_pool_the_problem(fedsolve, tmp_path):
+    (tmp_path / "pool.toml").write_text(
+        """
+        title = "all in one place"
+        problem = { kind = "neyman_pearson", clients = 4 }
+        algorithm = { kind = "FedSGM", step_size = 0.1, participants = 1 }
+        run = { rounds = 2 }
+        [variants]
+        "apart: one" = {}
+        "together: one" = { "problem.pooled" = true }
+        """
+    )
+    assert fedsolve("run", "pool.toml", "--out", "x")[0] == 0
+    assert fedsolve("run", "x/config.toml", "--out", "y")[0] == 0
+    assert (tmp_path / "x/history.csv").read_text() == (tmp_path / "y/history.csv").read_text()
+    assert (tmp_path / "x/trade-off.png").stat().st_size > 5000
+    last = {row["variant"]: float(row["objective"]) for row in rows(tmp_path / "x/history.csv")}
+    whole = fs.problems.neyman_pearson(clients=4).pooled()
+    expected = fs.solve(whole, fs.FedSGM(0.1), rounds=2).history["objective"][-1]
+    assert last["together: one"] == pytest.approx(expected, rel=1e-5)
+    assert last["apart: one"] != pytest.approx(expected, rel=1e-5)
+    status, _, told = fedsolve("run", "pool.toml", "--set", "problem.pooled=1")
+    assert status == 2
+    assert "problem.pooled must be true or false, got 1." in told

@@ -50,6 +50,18 @@ ALGORITHMS = {
         weighting=fs.Strategic(examples.contribution_game(), 2.0),
         selection=fs.participation.Proportional(3),
     ),
+    "SCAFFOLD": fs.SCAFFOLD(0.03, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
+    "F3AST": fs.F3AST(0.02, participants=2, availability=0.7, weighting="DataSize"),
+    "PPBC+": fs.PPBC(
+        0.05,
+        0.001,
+        weighting="FOLB",
+        select_epoch=fs.participation.Top(4),
+        select_round=fs.participation.Top(2),
+        round_weighting="PowerOfChoice",
+        cap=4.0,
+        availability=0.8,
+    ),
     "FedADMM, Top-K": fs.FedADMM(
         participants=3, local_iterations=2, penalty=1.0, accuracy=1e-4, uplink=fs.TopK(0.6)
     ),
@@ -127,7 +139,12 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
 
 @every_algorithm
 def test_works_with_one_client(algorithm):
-    alone = with_field(with_field(algorithm, ["participants"], None), ["selection"], None)
+    everyone = {"round_weighting": None, "select_round": None, "select_epoch": "Everyone"}
+    everyone |= {"cap": None, "participants": None, "selection": None}
+    alone = algorithm
+    for name, value in everyone.items():
+        if hasattr(alone, name):
+            alone = with_field(alone, [name], value)
     for path in (["game"], ["weighting", "game"]):
         if isinstance(functools.reduce(lambda a, n: getattr(a, n, None), path, alone), fs.Game):
             alone = with_field(alone, path, examples.contribution_game(clients=1))

@@ -50,8 +50,40 @@ def test_the_contributing_examples_work():
     assert history["objective"][-1] < 0.5 * history["objective"][0]
 
 
+def test_the_theory_pages_examples_run(capsys):
+    names = {}
+    for block in blocks("docs/theory.md"):
+        exec(block, names)
+    assert "Theorem 3 (Theorem 1, full participation): kept" in capsys.readouterr().out
+    assert len(names["run"].history["skewness.local"]) == 4
+    assert names["found"].accuracy <= 1e-4
+
+
 def test_the_first_example_of_the_docs_runs():
     names = {}
     exec(blocks("docs/index.md")[0], names)
     assert names["run"].rounds == 500
     jax.tree.leaves(names["run"].params)
+
+
+def test_the_page_on_games_works(capsys):
+    names = {}
+    for block in blocks("docs/games.md"):
+        exec(block, names)
+    assert "exact=True" in capsys.readouterr().out
+
+
+def test_the_participation_page_works(capsys):
+    names = {}
+    for block in blocks("docs/participation.md"):
+        exec(block, names)
+    away, near = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert near < 0.2 * away
+
+
+def test_the_fedadmm_page_runs(capsys):
+    names = {}
+    for block in blocks("docs/fedadmm.md"):
+        exec(block, names)
+    averagings, communications = map(int, capsys.readouterr().out.split())
+    assert communications == 2 * averagings < 200

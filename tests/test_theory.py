@@ -468,10 +468,26 @@ def test_from_theory_refuses_what_it_cannot_know():
     with pytest.raises(fs.InvalidInput, match="No point with g < 0 was found"):
         fs.theory.optimum(impossible)
     with pytest.raises(fs.InvalidInput, match="of another only its projection is known"):
-        fs.theory.optimum(dataclass_free(random_problem(0)), 1e-6)
+        fs.theory.optimum(only_projected(random_problem(0)), 1e-6)
 
 
-def dataclass_free(problem):
+def test_problems_that_draw_their_data_are_refused():
+    class Drawn(fs.Problem):
+        def values(self, w, samples, key):
+            return {"objective": jax.random.normal(key)}
+
+    drawn = Drawn(benefit, random_problem(0).samples, np.zeros(SIZE), cost, fs.Ball(1.0))
+    for theory in (
+        lambda: fs.theory.estimate(drawn),
+        lambda: fs.theory.optimum(drawn),
+        lambda: fs.theory.skewness(drawn, drawn.params),
+        lambda: fs.FedSGM.from_theory(drawn, 10),
+    ):
+        with pytest.raises(fs.InvalidInput, match="Drawn draws its own data"):
+            theory()
+
+
+def only_projected(problem):
     """The same problem with a domain of which only the projection is known."""
     data = problem.samples.values
     return fs.Problem(benefit, data, np.zeros(SIZE), cost, lambda w: jnp.clip(w, -1, 1))

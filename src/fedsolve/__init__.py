@@ -10,7 +10,23 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import datasets, games, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
-from fedsolve.algorithms import FedADMM, FedAvg, FedSGM, IncentFedAvg, IPPConEx, PenaltyFedAvg
+from fedsolve.algorithms import (
+    PPBC,
+    FedADMM,
+    FedAlt,
+    FedAvg,
+    FedAvgAll,
+    FedProx,
+    FedSGM,
+    FedSim,
+    F3AST,
+    MOON,
+    SCAFFOLD,
+    FedDyn,
+    IncentFedAvg,
+    IPPConEx,
+    PenaltyFedAvg,
+)
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -44,7 +60,11 @@ from fedsolve.switching import Hard, Soft, Switching
 __version__ = "0.1.0"
 
 __all__ = [
+    "F3AST",
+    "MOON",
+    "PPBC",
     "QSGD",
+    "SCAFFOLD",
     "SGD",
     "Adam",
     "Algorithm",
@@ -59,8 +79,13 @@ __all__ = [
     "Diverged",
     "Domain",
     "FedADMM",
+    "FedAlt",
     "FedAvg",
+    "FedAvgAll",
+    "FedDyn",
+    "FedProx",
     "FedSGM",
+    "FedSim",
     "Federation",
     "Float4",
     "Float8",

@@ -46,5 +46,9 @@ class Algorithm(eqx.Module):
         """The averaged parameters that the algorithm promises something about, if it has them."""
         return None
 
+    def limits(self) -> dict[str, Any]:
+        """Where entries of the history are known to settle, by name: pictures show them."""
+        return {}
+
     def check(self, problem: Problem) -> None:
         """Refuses, with a sentence, a problem that this algorithm cannot take."""

@@ -24,17 +24,29 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 
 ALGORITHMS: dict[str, Callable] = {
+    "F3AST": fs.F3AST,
     "FedADMM": fs.FedADMM,
+    "FedAlt": fs.FedAlt,
     "FedAvg": fs.FedAvg,
+    "FedAvgAll": fs.FedAvgAll,
+    "FedProx": fs.FedProx,
+    "FedDyn": fs.FedDyn,
     "FedSGM": fs.FedSGM,
+    "FedSim": fs.FedSim,
     "IPPConEx": fs.IPPConEx,
     "IncentFedAvg": fs.IncentFedAvg,
+    "MOON": fs.MOON,
+    "PPBC": fs.PPBC,
     "PenaltyFedAvg": fs.PenaltyFedAvg,
+    "SCAFFOLD": fs.SCAFFOLD,
 }
 PROBLEMS: dict[str, Callable] = {
     "adult": fs.problems.adult,
     "cartpole": fs.problems.cartpole,
+    "images": fs.problems.images,
     "linear_regression": fs.problems.linear_regression,
+    "logistic": fs.problems.logistic,
+    "sparse_logistic": fs.problems.sparse_logistic,
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
 }
@@ -77,7 +89,10 @@ PARTICIPATION: dict[str, Callable] = {
 PARTS: dict[str, Callable] = (
     COMPRESSORS
     | PARTICIPATION
-    | {part.__name__: part for part in (fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)}
+    | {
+        part.__name__: part
+        for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
+    }
 )
 RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
 DEPLOY_KEYS = ("deadline", "quorum", "sites")
@@ -266,7 +281,8 @@ def _imported(kind: str, allowed: Allowed, where: str) -> Callable:
 
 
 def _accepts_parts(hint: Any) -> bool:
-    return hint is not None and hint not in (str, int, float, bool)
+    plain = hint in (str, int, float, bool) or str in typing.get_args(hint)
+    return hint is not None and not plain
 
 
 def _shown(value: Any) -> Any:

@@ -87,6 +87,37 @@ def optimizer_field() -> Any:
     return eqx.field(converter=as_optimizer, default=None)
 
 
+def travel(
+    direction: Direction,
+    w: Vector,
+    steps: int,
+    key: Key[Array, ""],
+    step_size: Any,
+    optimizer: Optimizer | None = None,
+) -> tuple[Vector, Vector]:
+    """The pseudo-gradient after `steps` local steps from w, and the sum of the directions on the
+    way, which is the same without an optimiser. Step τ draws with a key of its own."""
+    if optimizer is None:
+
+        def plain(step: Any, total: Vector) -> Vector:
+            return total + direction(w - step_size * total, jax.random.fold_in(key, step))
+
+        total = lax.fori_loop(0, steps, plain, jnp.zeros_like(w))
+        return total, total
+
+    rule = optimizer.transform()
+
+    def adapted(step: Any, carry: tuple[Vector, Vector, Any]) -> tuple[Vector, Vector, Any]:
+        here, total, memory = carry
+        slope = direction(here, jax.random.fold_in(key, step))
+        change, memory = rule.update(slope, memory, here)
+        return jnp.asarray(optax.apply_updates(here, change)), total + slope, memory
+
+    start = (w, jnp.zeros_like(w), rule.init(w))
+    end, total, _ = lax.fori_loop(0, steps, adapted, start)
+    return w - end, total
+
+
 def descend(
     direction: Direction,
     w: Vector,
@@ -95,21 +126,5 @@ def descend(
     step_size: Any,
     optimizer: Optimizer | None = None,
 ) -> Vector:
-    """The pseudo-gradient after `steps` local steps from w. Step τ draws with a key of its own."""
-    if optimizer is None:
-
-        def plain(step: Any, total: Vector) -> Vector:
-            return total + direction(w - step_size * total, jax.random.fold_in(key, step))
-
-        return lax.fori_loop(0, steps, plain, jnp.zeros_like(w))
-
-    rule = optimizer.transform()
-
-    def adapted(step: Any, carry: tuple[Vector, Any]) -> tuple[Vector, Any]:
-        here, memory = carry
-        slope = direction(here, jax.random.fold_in(key, step))
-        change, memory = rule.update(slope, memory, here)
-        return jnp.asarray(optax.apply_updates(here, change)), memory
-
-    end, _ = lax.fori_loop(0, steps, adapted, (w, rule.init(w)))
-    return w - end
+    """The pseudo-gradient alone."""
+    return travel(direction, w, steps, key, step_size, optimizer)[0]

@@ -22,7 +22,11 @@ STYLE = {
     "savefig.dpi": 200,
     "pdf.fonttype": 42,
 }
-TITLES = {"objective": "Objective $f(w)$", "constraint": "Constraint $g(w)$"}
+TITLES = {
+    "objective": "Objective $f(w)$",
+    "constraint": "Constraint $g(w)$",
+    "participation": "Contributions $N_i$",
+}
 
 
 Groups = Mapping[str, list[Any]]  # runs by label
@@ -30,7 +34,9 @@ Groups = Mapping[str, list[Any]]  # runs by label
 
 def plot(groups: Groups, path: str | Path | None = None) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds: for each label the
-    mean over its runs, and the band from the least to the greatest.
+    mean over its runs, and the band from the least to the greatest. Of what clients have one each
+    (contributions), a line for each client of the last label's first run, and a dashed one where
+    the algorithm says that it settles.
 
     Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
     word before a colon.
@@ -99,6 +105,9 @@ def _columns(groups: Groups) -> dict[str, Groups]:
 
 
 def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], legend: bool) -> None:
+    if runs[0].history[name].ndim == 2:
+        _each_client(axis, list(groups.values())[-1][0], name, title)
+        return
     for index, (label, group) in enumerate(groups.items()):
         _curve(axis, label, [run.history for run in group], name, index)
     axis.set(title=title, xlabel="Round")
@@ -108,6 +117,17 @@ def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], le
     _fit(axis, [run.history[name] for run in runs])
     if axis.get_legend_handles_labels()[1] and legend:
         axis.legend()
+
+
+def _each_client(axis: Any, run: Any, name: str, title: str) -> None:
+    settled = run.algorithm.limits().get(name)
+    for client, values in enumerate(run.history[name].T):
+        color, width = COLORS[client % len(COLORS)], 1.2 if len(run.history[name].T) < 30 else 0.5
+        axis.plot(run.history["round"], values, color=color, linewidth=width)
+        if settled is not None:
+            axis.axhline(settled[client], color=color, linewidth=0.8, linestyle="--", alpha=0.7)
+    axis.set(title=title, xlabel="Round")
+    axis.margins(x=0.01)
 
 
 def _tolerance(line: Any, runs: list[Any]) -> None:

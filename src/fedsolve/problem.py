@@ -85,6 +85,8 @@ class Problem(eqx.Module):
     - `optimum`: f*, the least objective under the constraint, where it is known.
     - `validation`: data that the server holds, in the form of one client's data, for those who
       weigh clients by it.
+    - `representation(params, data)`: a row for each sample, such as the output of a network's last
+      hidden layer, for those who compare models by it.
     """
 
     objective: Callable = eqx.field(static=True)
@@ -94,6 +96,7 @@ class Problem(eqx.Module):
     domain: Domain | Callable
     test: PyTree
     validation: PyTree
+    representation: Callable | None = eqx.field(static=True)
     metrics: tuple[tuple[str, Callable], ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     layout: Layout = eqx.field(static=True)
@@ -112,6 +115,7 @@ class Problem(eqx.Module):
         metrics: Mapping[str, Callable] | None = None,
         optimum: float | int | None = None,
         validation: PyTree = None,
+        representation: Callable | None = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)
@@ -130,6 +134,7 @@ class Problem(eqx.Module):
         self.domain = domain
         self.test = test
         self.validation = validation
+        self.representation = representation
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
         self.layout = Layout.of(params)
@@ -192,7 +197,7 @@ class Problem(eqx.Module):
         """The same problem over other clients."""
         objective, constraint = self.given
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
-        options |= {"validation": self.validation}
+        options |= {"validation": self.validation, "representation": self.representation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
 
     def pooled(self) -> Problem:
@@ -260,6 +265,17 @@ class Client:
         if batch is not None:
             scale = self.size / batch if self._samples.is_one_set else None
         return self._constraint.measure(self._problem.layout.unravel(w), samples, scale)
+
+    def representation(
+        self, w: Float[Array, " d"], key: Any = None
+    ) -> tuple[Float[Array, "samples features"], Float[Array, " samples"]]:
+        """The samples' representations at w, and what each sample counts in a mean over them."""
+        samples, represent = self._look(key), self._problem.representation
+        if represent is None or isinstance(samples.mask, dict):
+            raise InvalidInput("Representations need the problem's function of one set of samples.")
+        rows = represent(self._problem.layout.unravel(w), samples.values)
+        real = jnp.ones(len(rows), bool) if samples.mask is None else samples.mask
+        return rows.reshape(len(rows), -1), real / jnp.sum(real)
 
     def constraint(
         self, w: Float[Array, " d"], focus: PyTree = None, key: Any = None
@@ -381,7 +397,8 @@ def _check_clients(samples: Samples) -> None:
         if np.size(leaf) == 0:
             raise InvalidInput(f"{name} is empty (shape {np.shape(leaf)}): clients need samples.")
         if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            finite = np.isfinite(np.asarray(leaf)).reshape(count, -1).all(axis=1)
+            # client by client: flags of all values at once would be a quarter of the data
+            finite = np.asarray([np.isfinite(np.asarray(one)).all() for one in np.asarray(leaf)])
             if not finite.all():
                 raise InvalidInput(f"{name} of client {np.argmin(finite)} has a NaN or infinity.")
     for path, mask in jax.tree.leaves_with_path(samples.mask):

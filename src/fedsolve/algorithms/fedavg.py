@@ -42,16 +42,17 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local import Optimizer, descend, optimizer_field
-from fedsolve.participation import Participating
+from fedsolve.local import Direction, Optimizer, optimizer_field, travel
+from fedsolve.participation import Drawn, Participating
 from fedsolve.problem import Client
+from fedsolve.replies import Replies
 
 Vector = Float[Array, " d"]
 
 
-class FedAvg(Participating):
-    """Federated averaging: participants take local steps from w and send what they moved; the
-    server moves w by the (weighted) mean of that.
+class Averaging(Participating):
+    """What FedAvg and its relatives have in common: local steps from w, and a server that moves w
+    along what the participants sent. With a `local_optimizer`, `step_size` is the server's.
 
     Compression is as in FedSGM: error feedback on a biased uplink, EF21-P on the downlink.
     """
@@ -69,6 +70,24 @@ class FedAvg(Participating):
         check_count("local_steps", self.local_steps)
         check_downlink(self.downlink)
 
+    def step(self, fed: Federation, x: Vector, update: Vector, key: Key[Array, ""]) -> Vector:
+        """On the server: x moved by the update, and published."""
+        x = fed.project(x - at(self.step_size, fed.round) * update)
+        fed.publish(self.downlink(x - fed.w, key))
+        return x
+
+    def travel(self, client: Client, direction: Direction) -> tuple[Vector, Vector]:
+        """On a client: the pseudo-gradient of its local steps, and the sum of their directions."""
+        step_size = at(self.step_size, client.round)
+        return travel(
+            direction, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+        )
+
+
+class FedAvg(Averaging):
+    """Federated averaging: participants take local steps from w and send what they moved; the
+    server moves w by the (weighted) mean of that."""
+
     # On the server
 
     def init(self, w: Vector) -> Vector:
@@ -79,21 +98,21 @@ class FedAvg(Participating):
     ) -> tuple[Vector, dict[str, Any]]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
-        update = fed.ask(self.improve, drawn.cohort, when=drawn.available).mean(drawn.weights)
-        x = fed.project(server - at(self.step_size, fed.round) * update)
-        fed.publish(self.downlink(x - fed.w, to_compress))
+        update = self.combine(fed.ask(self.improve, drawn.cohort, when=drawn.available), drawn)
+        x = self.step(fed, server, update, to_compress)
         self.learn(fed, update)
         return x, drawn.info
 
-    # On a client
+    def combine(self, answers: Replies, drawn: Drawn) -> Vector:
+        """The mean of what arrived, by weight."""
+        return answers.mean(drawn.weights)
 
-    def init_client(self, w: Vector) -> Vector | None:
+    # On a client; what it keeps is what a biased uplink has not sent yet
+
+    def init_client(self, w: Vector) -> Any:
         return no_residual(self.uplink, w)
 
-    def improve(self, client: Client, residual: Vector | None) -> tuple[Vector | None, Packet]:
-        step_size = at(self.step_size, client.round)
-        total = descend(
-            client.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
-        )
+    def improve(self, client: Client, kept: Any) -> tuple[Any, Packet]:
+        total, _ = self.travel(client, client.grad)
         key = jax.random.fold_in(client.key, self.local_steps)
-        return with_feedback(self.uplink, residual, total, key)
+        return with_feedback(self.uplink, kept, total, key)

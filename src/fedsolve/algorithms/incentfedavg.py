@@ -52,7 +52,12 @@ from fedsolve.fields import (
 from fedsolve.games import Game
 from fedsolve.local import Optimizer, descend, optimizer_field
 from fedsolve.participation import Participating, Uniform
-from fedsolve.participation.strategic import check_players, first_contributions, start_field
+from fedsolve.participation.strategic import (
+    check_players,
+    first_contributions,
+    settling,
+    start_field,
+)
 from fedsolve.problem import Client, Problem
 
 Vector = Float[Array, " d"]
@@ -99,6 +104,9 @@ class IncentFedAvg(Participating):
     def check(self, problem: Problem) -> None:
         super().check(problem)
         check_players(self.game, self.start, problem)
+
+    def limits(self) -> dict[str, Any]:
+        return settling(self.game)
 
     # On the server
 

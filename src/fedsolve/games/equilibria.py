@@ -56,7 +56,7 @@ def monotonicity(game: Game, probes: int, seed: int = 0) -> Monotonicity:
 
 
 def _constants(jacobian: np.ndarray) -> tuple[float, float]:
-    size = max(np.abs(jacobian).max(), 1e-300)
+    size = max(float(np.abs(jacobian).max()), 1e-300)
     unit, last = jacobian / size, len(jacobian) - 1  # LAPACK fails on numbers near the smallest
     least = scipy.linalg.eigvalsh(unit + unit.T, subset_by_index=[0, 0])[0]
     greatest = scipy.linalg.eigvalsh(unit @ unit.T, subset_by_index=[last, last])[0]
@@ -171,7 +171,7 @@ def _refuse_if_not_monotone(game: Game) -> None:
                 continue
             try:  # a Cholesky factor exists: much cheaper to know than the least eigenvalue
                 shift = negligible * len(jacobian) * np.eye(len(jacobian))
-                np.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift)
+                scipy.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift, check_finite=False)
             except np.linalg.LinAlgError:
                 break
             known = jacobian

@@ -240,6 +240,9 @@ class QuadraticCost(Part):
     def slope(self, N: Players) -> Players:
         return self.matrix @ N + self.rate
 
+    def slope_jacobian(self, N: Players) -> Float[Array, "m m"]:
+        return jnp.asarray(self.matrix, N.dtype)
+
     @property
     def players(self) -> int:
         return self.matrix.shape[0]

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Cohort, Flags
@@ -48,8 +48,8 @@ class Availability(eqx.Module):
         """Who of the cohort answers, given who of it is up."""
         return up
 
-    def rate(self, clients: int, round: Int[Array, ""]) -> Float[Array, " n"]:
-        """q_m: how likely each client is up in that round."""
+    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+        """q_m: how likely that client (or each of those) is up in that round."""
         raise NotImplementedError
 
     def check(self, clients: int) -> None:
@@ -72,10 +72,10 @@ def _chance(name: str) -> Any:
     return eqx.field(converter=convert)
 
 
-def _each(value: Any, clients: int) -> Any:
-    """One for each client. (A site that looks at a round beforehand knows only its own clients, so
-    the lengths may differ there.)"""
-    return jnp.resize(jnp.asarray(value), (clients,))
+def _of(value: Any, client: Any) -> Any:
+    """That client's (or those clients') own of what may be one number for all."""
+    value, client = jnp.asarray(value), jnp.asarray(client)
+    return value[client] if value.ndim else jnp.broadcast_to(value, client.shape)
 
 
 def _check_each(name: str, value: Any, clients: int) -> None:
@@ -98,10 +98,10 @@ class Bernoulli(Availability):
     def draw(
         self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
     ) -> tuple[Bool[Array, " n"], None]:
-        return jax.random.bernoulli(key, self.rate(clients, round)), None
+        return jax.random.bernoulli(key, self.rate(jnp.arange(clients), round)), None
 
-    def rate(self, clients: int, round: Int[Array, ""]) -> Float[Array, " n"]:
-        return _each(self.probability, clients)
+    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+        return _of(self.probability, client)
 
     def check(self, clients: int) -> None:
         _check_each("probability", self.probability, clients)
@@ -124,12 +124,13 @@ class Markov(Availability):
     def draw(
         self, clients: int, round: Int[Array, ""], memory: Array, key: Key[Array, ""]
     ) -> tuple[Bool[Array, " n"], Array]:
-        stays = jnp.where(memory, 1 - _each(self.down, clients), _each(self.up, clients))
-        now = jax.random.bernoulli(key, jnp.where(round == 0, self.rate(clients, round), stays))
+        who = jnp.arange(clients)
+        stays = jnp.where(memory, 1 - _of(self.down, who), _of(self.up, who))
+        now = jax.random.bernoulli(key, jnp.where(round == 0, self.rate(who, round), stays))
         return now, now
 
-    def rate(self, clients: int, round: Int[Array, ""]) -> Float[Array, " n"]:
-        up, down = _each(self.up, clients), _each(self.down, clients)
+    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+        up, down = _of(self.up, client), _of(self.down, client)
         return up / (up + down)
 
     def check(self, clients: int) -> None:
@@ -139,7 +140,8 @@ class Markov(Availability):
 
 class DayNight(Availability):
     """Up with a probability that swings between `night` and `day` once in `period` rounds. Client m
-    is `phase[m]` of a period late; by default the clients are spread around the clock."""
+    is `phase[m]` of a period late; by default clients are spread around the clock, by the golden
+    ratio."""
 
     day: Any = _chance("day")
     night: Any = _chance("night")
@@ -152,12 +154,13 @@ class DayNight(Availability):
     def draw(
         self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
     ) -> tuple[Bool[Array, " n"], None]:
-        return jax.random.bernoulli(key, self.rate(clients, round)), None
+        return jax.random.bernoulli(key, self.rate(jnp.arange(clients), round)), None
 
-    def rate(self, clients: int, round: Int[Array, ""]) -> Float[Array, " n"]:
-        late = jnp.arange(clients) / clients if self.phase is None else _each(self.phase, clients)
+    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+        late = 0.6180339887 * client if self.phase is None else _of(self.phase, client)
         sun = (1 + jnp.cos(2 * jnp.pi * (round / self.period - late))) / 2
-        return self.night + (self.day - self.night) * sun
+        day, night = _of(self.day, client), _of(self.night, client)
+        return night + (day - night) * sun
 
     def check(self, clients: int) -> None:
         for name in ("day", "night", "phase"):
@@ -169,22 +172,23 @@ class Trace(Availability):
     """As recorded: a table of one row a round and one column a client, 1 where it was up. From an
     array, or from a file (`.npy`, or text with commas). After its last row it begins again."""
 
-    rounds: Any = eqx.field(converter=lambda value: _recorded(value))
+    rounds: str | Shaped[Array, "..."] | Shaped[np.ndarray, "..."] = eqx.field(
+        converter=lambda value: _recorded(value)
+    )
 
     def draw(
         self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
     ) -> tuple[Bool[Array, " n"], None]:
         table = jnp.asarray(self.rounds)
-        return _each(table[round % len(table)], clients), None
+        return table[round % len(table), jnp.arange(clients)], None
 
-    def rate(self, clients: int, round: Int[Array, ""]) -> Float[Array, " n"]:
-        return jnp.mean(jnp.asarray(self.rounds), axis=0)
+    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+        return jnp.mean(jnp.asarray(self.rounds)[:, client], axis=0)
 
     def check(self, clients: int) -> None:
-        if self.rounds.shape[1] != clients:
-            raise InvalidInput(
-                f"The trace has {self.rounds.shape[1]} columns, but there are {clients} clients."
-            )
+        columns = np.shape(self.rounds)[1]
+        if columns != clients:
+            raise InvalidInput(f"The trace has {columns} columns, but there are {clients} clients.")
 
 
 def _recorded(value: Any) -> Any:
@@ -239,11 +243,11 @@ class FirstAnswers(Availability):
         self, cohort: Cohort, up: Flags, clients: int, key: Key[Array, ""]
     ) -> Bool[Array, " m"]:
         noise = jnp.exp(self.spread * jax.random.normal(key, (clients,)))
-        latency = jnp.where(up, (_each(self.median, clients) * noise)[cohort], jnp.inf)
+        latency = jnp.where(up, _of(self.median, cohort) * noise[jnp.asarray(cohort)], jnp.inf)
         place = jnp.argsort(jnp.argsort(latency))
         return (place < self.count) & up
 
-    def rate(self, clients: int, round: Int[Array, ""]) -> Float[Array, " n"]:
+    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
         raise InvalidInput(
             "How likely a client is among the first answers depends on who else is drawn."
         )

@@ -70,7 +70,7 @@ def as_weighting(value: Any) -> Weighting:
     return _named("weighting", Uniform() if value is None else value, WEIGHTINGS, Weighting)
 
 
-def as_selection(value: Any) -> Selection | None:
+def as_selection(value: Any) -> Any:
     """A selection as the user may give it: itself, its name, or None."""
     return value if value is None else _named("selection", value, SELECTIONS, Selection)
 
@@ -127,9 +127,12 @@ class Participating(Algorithm):
         if self.availability is not None:
             self.availability.check(problem.n)
 
+    def limits(self) -> dict[str, Any]:
+        return self.weighting.limits()
+
     # On the server
 
-    def init_participation(self, w: Float[Array, " d"], clients: int) -> Memory:
+    def init_participation(self, w: Float[Array, " d"], clients: int) -> Any:
         return Memory(
             self.weighting.init(w, clients),
             self.selecting.init(clients),

@@ -41,6 +41,14 @@ def first_contributions(game: Game, start: Any, dtype: Any) -> Contributions:
     return game.project(jnp.broadcast_to(jnp.asarray(begin, dtype), (game.players,)))
 
 
+def settling(game: Game) -> dict[str, Any]:
+    """Where contributions settle: at the equilibrium, if the game has one that can be found."""
+    try:
+        return {"participation": game.equilibrium()}
+    except InvalidInput:
+        return {}
+
+
 def check_players(game: Game, start: Any, problem: Problem) -> None:
     """Refuses a game whose players are not the problem's clients."""
     if game.players != problem.n:
@@ -99,6 +107,9 @@ class Strategic(Weighting):
 
     def info(self, memory: PyTree) -> dict[str, Any]:
         return {"participation": memory}
+
+    def limits(self) -> dict[str, Any]:
+        return settling(self.game)
 
     def check(self, problem: Problem) -> None:
         check_players(self.game, self.start, problem)

@@ -34,7 +34,7 @@ from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
 from fedsolve.problem import Client, Problem
 
 Weights = Float[Array, " n"] | None  # None: the same for all, known before the program runs
-Up = Any  # flags over all clients, or True for everyone
+Up = Any  # who can be asked: flags over all clients, or one for all
 
 
 class Methods(NamedTuple):
@@ -67,6 +67,10 @@ class Weighting(eqx.Module):
 
     def info(self, memory: PyTree) -> dict[str, Any]:
         """What it writes in the history, from the memory after `weigh`."""
+        return {}
+
+    def limits(self) -> dict[str, Any]:
+        """Where what it writes is known to settle."""
         return {}
 
     def check(self, problem: Problem) -> None:
@@ -117,7 +121,7 @@ class PowerOfChoice(Weighting):
             sizes = _learn_sizes(fed, methods, memory, up)
             known = normalised(sizes.astype(fed.w.dtype))
             who = draw_proportionally(key, known, self.candidates)
-        asked = up if up is True else up[who]
+        asked = up if jnp.ndim(up) == 0 else up[who]
         losses = fed.ask(methods.assess, who, when=asked)
         scores = jnp.where(losses.arrived, jnp.maximum(losses.values, 0), 0)
         return normalised(jnp.zeros(n, scores.dtype).at[who].set(scores)), sizes

@@ -35,8 +35,8 @@ from fedsolve.samples import Samples, as_samples
 
 GRAVITY, CART, POLE, HALF_LENGTH, FORCE, SECONDS = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 FAR, STEEP, LEANING = 2.4, np.deg2rad(12), np.deg2rad(6)
-PROHIBITED = np.asarray([[-2.4, -2.2], [-1.3, -1.1], [-0.1, 0.1], [1.1, 1.3], [2.2, 2.4]])
-UNITS = np.asarray([0.5, 1.0, 0.125, 1.0])  # brings position, speed, angle, turn to order 1
+PROHIBITED = (-2.4, -2.2), (-1.3, -1.1), (-0.1, 0.1), (1.1, 1.3), (2.2, 2.4)
+UNITS = 0.5, 1.0, 0.125, 1.0  # bring position, speed, angle, turn to order 1
 
 States = Float[Array, "*batch 4"]  # position, speed, angle, angular speed
 
@@ -63,13 +63,19 @@ def fallen(states: States) -> Bool[Array, "*batch"]:
 def costs(states: States) -> Bool[Array, "*batch"]:
     """Whether the cart is in a prohibited area, or the pole leans by more than 6°."""
     x = states[..., 0, None]
-    inside = jnp.any((x >= PROHIBITED[:, 0]) & (x <= PROHIBITED[:, 1]), axis=-1)
+    left, right = jnp.asarray(PROHIBITED, states.dtype).T
+    inside = jnp.any((x >= left) & (x <= right), axis=-1)
     return inside | (jnp.abs(states[..., 2]) > LEANING)
+
+
+def scaled(states: States) -> States:
+    """The states as networks see them."""
+    return states / jnp.asarray(UNITS, states.dtype)
 
 
 def policy(layers: list[dict], states: States) -> trpo.Normal:
     """The distribution of the action; the force is 10 times the action, held within ±10."""
-    mean, log_std = jnp.moveaxis(trpo.forward(layers, states / UNITS), -1, 0)
+    mean, log_std = jnp.moveaxis(trpo.forward(layers, scaled(states)), -1, 0)
     return mean, jnp.clip(log_std, -3, 1)
 
 
@@ -246,8 +252,11 @@ class CartPole(Problem):
         """Reward and cost of whole episodes, drawn for this evaluation."""
         layers = self.layout.unravel(w)
         played = draw(layers, key, self.evaluation_episodes, self.horizon, self.horizon)
-        counted = played.in_first().astype(w.dtype) / self.evaluation_episodes
-        reward, cost = jnp.sum(counted), jnp.sum(counted * played.costs)
+        counted = played.in_first().astype(w.dtype)
+        reward, cost = (
+            jnp.sum(amount) / self.evaluation_episodes
+            for amount in (counted, counted * played.costs)
+        )
         budget = samples.values["budget"]
         return {"objective": -reward, "constraint": cost - budget, "reward": reward, "cost": cost}
 
@@ -319,7 +328,7 @@ class CartPole(Problem):
     def _value(self, networks: PyTree, states: States, ages: Int[Array, "*batch"]) -> Any:
         """V of reward and cost on a leading axis; what is still to come depends on the time."""
         time = (ages / self.horizon).astype(states.dtype)
-        inputs = jnp.concatenate([states / UNITS, time[..., None]], axis=-1)
+        inputs = jnp.concatenate([scaled(states), time[..., None]], axis=-1)
         return (
             self.horizon / 4 * jax.vmap(trpo.forward, in_axes=(0, None))(networks, inputs)[..., 0]
         )

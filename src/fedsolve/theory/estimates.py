@@ -31,7 +31,7 @@ from fedsolve.fields import check_count, check_positive
 from fedsolve.problem import Client, Problem
 from fedsolve.samples import Samples
 from fedsolve.simulation import client_values
-from fedsolve.theory.gradients import client_gradients
+from fedsolve.theory.gradients import check_functions, client_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,7 @@ def extent(problem: Problem) -> tuple[float, float]:
 
 def check_mean(problem: Problem) -> None:
     """Refuses a constraint that is not an average of clients' own, as the theorems have it."""
+    check_functions(problem)
     if problem.constraint is not None and not isinstance(problem.constraint, Mean):
         kind = type(problem.constraint).__name__
         raise InvalidInput(

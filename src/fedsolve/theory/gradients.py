@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fedsolve.errors import InvalidInput
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
@@ -17,8 +18,17 @@ from fedsolve.simulation import client_values, combined
 Rows = Float[Array, "n d"]
 
 
+def check_functions(problem: Problem) -> None:
+    """Refuses a problem that draws its data: it has no functions f_j and g_j to look at."""
+    if type(problem).values is not Problem.values:
+        raise InvalidInput(
+            f"{type(problem).__name__} draws its own data; theory needs f_j and g_j as functions."
+        )
+
+
 def client_gradients(problem: Problem, w: Float[Array, " d"]) -> tuple[Rows, Rows]:
     """∇f_j(w) and ∇g_j(w) of every client; without a constraint, the latter are zero."""
+    check_functions(problem)
     constraint, layout = problem.constraint, problem.layout
 
     def f(w: Any, samples: Samples) -> Float[Array, ""]:
@@ -38,5 +48,6 @@ def client_gradients(problem: Problem, w: Float[Array, " d"]) -> tuple[Rows, Row
 
 def totals(problem: Problem, w: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """f(w) and g(w); without a constraint, g is −1."""
+    check_functions(problem)
     found = combined(problem, w, client_values(problem, w))
     return found["objective"], found.get("constraint", -jnp.ones((), w.dtype))

@@ -30,6 +30,7 @@ from fedsolve.problem import Problem
 from fedsolve.theory.gradients import totals
 
 Vector = Float[np.ndarray, " d"]
+ROUNDING = 1e-14  # of what double precision makes of f
 MOST = 2000  # parameters: every step factors a matrix of that size
 
 
@@ -103,8 +104,9 @@ class Search:
                 y = self._feasible(look, placed, y)
                 f, g, df, dg = look(y)
                 gap = float(f) - self._lower(placed, y, f, g, df, dg, start)
+                gap = max(gap, ROUNDING * (1 + abs(float(f))))
                 if gap < best.accuracy:
-                    best = Optimum(float(f), max(gap, 0.0), y)
+                    best = Optimum(float(f), gap, y)
                 if best.accuracy <= accuracy:
                     return best
         raise InvalidInput(

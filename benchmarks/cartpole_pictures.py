@@ -1,0 +1,81 @@
+"""Draws docs/pictures/cartpole*.png from docs/results.
+
+python benchmarks/cartpole_pictures.py
+"""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import pandas as pd
+from PIL import Image
+
+DOCS = Path(__file__).parent.parent / "docs"
+BUDGET = 30
+
+
+def curves(above, below, table):
+    """Mean reward and cost over seeds, with 0.2 standard deviations, as the paper has it."""
+    for variant, own in table.groupby("variant", sort=False):
+        for axis, name in ((above, "reward"), (below, "cost")):
+            found = own.groupby("round")[name].agg(["mean", "std"])
+            (line,) = axis.plot(found.index, found["mean"], label=variant, linewidth=1.3)
+            low, high = (found["mean"] + sign * 0.2 * found["std"] for sign in (-1, 1))
+            axis.fill_between(found.index, low, high, color=line.get_color(), alpha=0.2)
+    below.axhline(BUDGET, color="red", linestyle=":", linewidth=1)
+    below.set_xlabel("round")
+    above.legend(fontsize=8, loc="lower right")
+
+
+def save(figure, name):
+    """In 64 colours, which keeps the file small."""
+    figure.savefig(DOCS / "pictures" / name, dpi=100)
+    with Image.open(DOCS / "pictures" / name) as picture:
+        small = picture.convert("RGB").quantize(64)
+    small.save(DOCS / "pictures" / name, optimize=True)
+
+
+def figures():
+    figure, axes = plt.subplots(2, 2, figsize=(8, 4.6), sharex=True, sharey="row")
+    for column, (name, title) in enumerate(
+        (("fedsgm-figure-3", "Figure 3: switching"), ("fedsgm-figure-4", "Figure 4: participation"))
+    ):
+        curves(axes[0, column], axes[1, column], pd.read_csv(DOCS / "results" / f"{name}.csv"))
+        axes[0, column].set_title(title, fontsize=10)
+    axes[0, 0].set_ylabel("reward of an episode")
+    axes[1, 0].set_ylabel("cost of an episode")
+    figure.tight_layout()
+    save(figure, "cartpole.png")
+
+
+def sensitivity():
+    table = pd.read_csv(DOCS / "results" / "cartpole-sensitivity.csv")
+    own = ["log_std", "trace", "radius", "damping", "value_rate", "discount"]
+    grid = table[table[own].isna().all(axis=1) & (table["step_size"] == 1)]
+    figure, axes = plt.subplots(1, 4, figsize=(10, 2.9), sharey=True)
+    for column, scaling in enumerate(("common", "separate")):
+        for offset, name, bounds in ((0, "reward", (0, 200)), (1, "cost", (10, 50))):
+            means = grid[grid["scaling"] == scaling].pivot_table(
+                index="tolerance", columns="beta", values=name
+            )
+            axis = axes[2 * column + offset]
+            colours = "viridis" if name == "reward" else "RdYlGn_r"
+            axis.imshow(means, cmap=colours, vmin=bounds[0], vmax=bounds[1], aspect="auto")
+            for y, row in enumerate(means.to_numpy()):
+                for x, value in enumerate(row):
+                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7)
+            labels = [f"{beta:g}" if beta < 1e5 else "hard" for beta in means.columns]
+            axis.set_xticks(range(len(labels)), labels, fontsize=7)
+            axis.set_yticks(range(len(means)), [f"{t:g}" for t in means.index], fontsize=7)
+            axis.set_title(f"{name}, {scaling} scaling", fontsize=9)
+            axis.set_xlabel("β", fontsize=8)
+    axes[0].set_ylabel("tolerance ε", fontsize=8)
+    figure.tight_layout()
+    save(figure, "cartpole-sensitivity.png")
+
+
+if __name__ == "__main__":
+    figures()
+    sensitivity()

@@ -1,0 +1,86 @@
+"""F3AST: federated averaging under intermittent availability.
+
+Paper: Ribero, Vikalo, de Veciana, "Federated Learning Under Intermittent Client Availability and
+Time-Varying Communication Constraints" (2022).
+
+| here | paper | |
+|---|---|---|
+| `weighting` | p_k | `DataSize` is the paper's; by default all the same |
+| `participants` | | at most so many of those available |
+| `smoothing` | β | |
+| `rates` | r_k | how often client k takes part, in the long run |
+
+In a round, the available clients of largest p_k²/r_k² are selected: the steepest descent of the
+sampling variance Σ p_k²/r_k. Then r ← (1 − β)r + β·1{k in S}, and w moves by
+Σ_{k in S} (p_k/r_k)Δ_k, which is unbiased in the long run. The rates begin at participants/n.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import Federation
+from fedsolve.fields import Scalar, scalar
+from fedsolve.participation import Drawn, Top
+from fedsolve.participation.weighting import Methods
+from fedsolve.replies import Replies
+
+Vector = Float[Array, " d"]
+
+
+class Memory(NamedTuple):
+    """What the server remembers about participation."""
+
+    weighting: PyTree
+    availability: PyTree
+    rates: Float[Array, " n"]
+
+
+class F3AST(FedAvg):
+    """Whoever is available and has taken part too rarely is selected, and counts accordingly."""
+
+    smoothing: Scalar = eqx.field(converter=scalar("smoothing"), default=0.01)
+
+    def __check_init__(self):
+        if self.selection is not None:
+            raise InvalidInput("F3AST selects by its own rule: say how many by participants.")
+
+    def init_participation(self, w: Vector, clients: int) -> Memory:
+        share = min(self.participants or clients, clients) / clients
+        return Memory(
+            self.weighting.init(w, clients),
+            None if self.availability is None else self.availability.init(clients),
+            jnp.full(clients, share, w.dtype),
+        )
+
+    def draw(self, fed: Federation, key: Key[Array, ""]) -> Drawn:
+        memory, n = fed.participation, fed.clients
+        up, after = self.draw_available(fed, jax.random.fold_in(key, 1))
+        weights, wanted = self.weighting.weigh(
+            fed,
+            Methods(self.assess, self.tell_size),
+            memory.weighting,
+            up,
+            jax.random.fold_in(key, 2),
+        )
+        weights = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
+        scores = jnp.where(up, (weights / memory.rates) ** 2, 0)
+        cohort, _ = Top(self.participants or n).select(scores, n, None, key)
+        heard = scores[cohort] > 0
+        if self.availability is not None:
+            late = jax.random.fold_in(key, 3)
+            heard = self.availability.answering(cohort, heard, n, late)
+        taken = jnp.zeros(n, bool).at[cohort].set(heard)
+        rates = memory.rates + self.smoothing * (taken - memory.rates)
+        fed.participation = Memory(wanted, after, rates)
+        return Drawn(cohort, (weights / rates)[cohort], heard)
+
+    def combine(self, answers: Replies, drawn: Drawn) -> Any:
+        return answers.sum(drawn.weights)

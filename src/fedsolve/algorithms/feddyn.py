@@ -1,0 +1,85 @@
+"""FedDyn: dynamic regularisation.
+
+Paper: Acar et al., "Federated Learning Based on Dynamic Regularization" (ICLR 2021), Algorithm 1.
+
+| here | paper | |
+|---|---|---|
+| `regularization` | α | |
+| `step_size`, `local_steps`, `local_optimizer` | | how clients solve their local problem |
+| `dual` of a client, of the server | ∇L_k(θ_k), h | zero at first |
+
+Client k minimises f_k(v) − ⟨h_k, v⟩ + (α/2)‖v − w‖² from v = w, and h_k ← h_k − α(v_k − w),
+which is ∇f_k(v_k) where that was done exactly. The server, over the participants S of M clients:
+
+    h ← h − (α/M) Σ_{k in S} (v_k − w),    w ← mean_{k in S} v_k − h/α
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from fedsolve.algorithms.fedavg import Averaging
+from fedsolve.compression import Packet, no_residual, with_feedback
+from fedsolve.federation import Federation
+from fedsolve.fields import Scalar, at, check_positive, scalar
+from fedsolve.problem import Client
+
+Vector = Float[Array, " d"]
+
+
+class Kept(NamedTuple):
+    """h_k, and what a biased uplink has not sent yet."""
+
+    dual: Vector
+    residual: Vector | None
+
+
+class FedDyn(Averaging):
+    """Local problems that move with the server's, so that all of them agree at the optimum."""
+
+    regularization: Scalar = eqx.field(converter=scalar("regularization"), default=0.1)
+
+    def __check_init__(self):
+        check_positive("regularization", self.regularization)
+
+    # On the server
+
+    def init(self, w: Vector) -> Vector:
+        return 0 * w  # h
+
+    def round(
+        self, fed: Federation, server: Vector, key: Key[Array, ""]
+    ) -> tuple[Vector, dict[str, Any]]:
+        to_sample, to_compress = jax.random.split(key)
+        drawn = self.draw(fed, to_sample)
+        answers = fed.ask(self.improve, drawn.cohort, when=drawn.available)
+        step_size, alpha = at(self.step_size, fed.round), self.regularization
+        update = answers.mean(drawn.weights)  # (w − v_k)/step_size, on average
+        dual = server + alpha * step_size * answers.sum() / fed.clients
+        moved = fed.w - step_size * update - dual / alpha
+        x = fed.project(jnp.where(answers.any(), moved, fed.w))
+        fed.publish(self.downlink(x - fed.w, to_compress))
+        self.learn(fed, update)
+        return dual, drawn.info
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Kept:
+        return Kept(0 * w, no_residual(self.uplink, w))
+
+    def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
+        alpha = self.regularization
+
+        def direction(v: Vector, key: Key[Array, ""]) -> Vector:
+            return client.grad(v, key) - kept.dual + alpha * (v - client.w)
+
+        total, _ = self.travel(client, direction)
+        dual = kept.dual + alpha * at(self.step_size, client.round) * total
+        key = jax.random.fold_in(client.key, self.local_steps)
+        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
+        return Kept(dual, residual), packet

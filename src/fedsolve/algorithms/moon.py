@@ -1,0 +1,89 @@
+"""MOON: model-contrastive federated learning.
+
+Paper: Li, He, Song, "Model-Contrastive Federated Learning" (CVPR 2021), Algorithm 1.
+
+| here | paper | |
+|---|---|---|
+| `contrast` | μ | weight of the contrastive loss |
+| `temperature` | τ | |
+| `problem.representation` | R_w(x) | a sample's representation, before the model's last layer |
+| `previous` | w_i^{t−1} | where client i came to when it last took part; at first, the start |
+
+A client's loss at v is f_i(v) + μ·(mean over its samples of)
+
+    −log [ exp(sim(z, z_global)/τ) / (exp(sim(z, z_global)/τ) + exp(sim(z, z_previous)/τ)) ],
+
+with z = R_v(x), z_global = R_w(x), z_previous = R_{previous}(x), and sim the cosine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.compression import Packet, no_residual, with_feedback
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import Scalar, at, check_positive, scalar
+from fedsolve.problem import Client, Problem
+
+Vector = Float[Array, " d"]
+Representations = Float[Array, "samples features"]
+
+
+class Kept(NamedTuple):
+    """w_i^{t−1}, and what a biased uplink has not sent yet."""
+
+    previous: Vector
+    residual: Vector | None
+
+
+class MOON(FedAvg):
+    """Averaging in which representations are drawn to the server's model and away from a client's
+    own previous one."""
+
+    contrast: Scalar = eqx.field(converter=scalar("contrast"), default=1.0)
+    temperature: Scalar = eqx.field(converter=scalar("temperature"), default=0.5)
+
+    def __check_init__(self):
+        check_positive("contrast", self.contrast, zero=True)
+        check_positive("temperature", self.temperature)
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if problem.representation is None:
+            raise InvalidInput(
+                "MOON compares representations: give the problem `representation`, a function of "
+                "(params, data) with a row for each sample."
+            )
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Kept:
+        return Kept(w, no_residual(self.uplink, w))
+
+    def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
+        def loss(v: Vector, key: Key[Array, ""]) -> Float[Array, ""]:
+            z, weights = client.representation(v, key)
+            positive = similarity(z, client.representation(client.w, key)[0]) / self.temperature
+            negative = similarity(z, client.representation(kept.previous, key)[0])
+            against = jax.nn.softplus(negative / self.temperature - positive)
+            return client.objective(v, key) + self.contrast * (weights @ against)
+
+        total, _ = self.travel(client, jax.grad(loss))
+        previous = client.w - at(self.step_size, client.round) * total
+        if self.local_optimizer is not None:
+            previous = client.w - total  # the step size is the server's
+        key = jax.random.fold_in(client.key, self.local_steps)
+        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
+        return Kept(previous, residual), packet
+
+
+def similarity(z: Representations, other: Representations) -> Float[Array, " samples"]:
+    """The cosine between rows."""
+    norms = jnp.sqrt(jnp.sum(z**2, axis=1) * jnp.sum(other**2, axis=1))
+    return jnp.sum(z * other, axis=1) / jnp.maximum(norms, 1e-8)

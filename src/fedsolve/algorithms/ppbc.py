@@ -1,0 +1,389 @@
+"""PPBC and PPBC+: partial participation with bias correction, under any selection of clients.
+
+Paper: "Partial participation with bias correction" (under review, ICLR 2026), Algorithm 1 (PPBC)
+and Algorithm 2 (PPBC+, clients that come and go).
+
+    minimise f(x) = (1/M) Σ f_m(x)
+
+| here | paper | |
+|---|---|---|
+| `step_size` | γ | |
+| `momentum` | θ | `"theory"`: γLp²/2, Theorem 3.2 |
+| `epoch_end` | p | iterations of an epoch: H ~ Geom(p), P(H = j) = p(1 − p)^j, j ≥ 0 |
+| `weighting`, `cap` | π, α | weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M} |
+| `select_epoch`, `select_round` | R̂, R̃ | |
+| `availability` | η_m, q_m | with it, this is PPBC+ |
+| `previous` | g^{k−1,H} | the last epoch's surrogates, added up |
+| `gathered` | Σ_h (1/M) ∇f_m | kept by client m, over this epoch |
+| `sent` | Σ_h Σ_m π̃_m ∇f_m | what the server got in this epoch |
+
+A round is one iteration of an epoch: every client that is up computes, those selected send. In the
+paper client m keeps g_m = (1 − θ) Σ_h (1/M − π̃_m)∇f_m. Their sum is all that the server uses, and
+it knows the part with π̃ itself, so clients need not be told π̃: they keep and send `gathered`.
+
+A round that ends an epoch (`epoch_end` in the history) also makes the next one's first move,
+line 7; its parameters are the next epoch's start x^{k,0}, where the theorems hold: measure there.
+Empty epochs (H = 0) need no round of their own: all they do is to forget `previous`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from fedsolve.compression import Identity, Packet
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import Cohort, Federation
+from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
+from fedsolve.local import Optimizer, descend, optimizer_field
+from fedsolve.participation import Everyone, Participating, Selection, Weighting
+from fedsolve.participation.participating import as_selection, as_weighting
+from fedsolve.participation.weighting import Methods
+from fedsolve.problem import Client, Problem
+
+Vector = Float[Array, " d"]
+
+
+class Theory(eqx.Module):
+    """θ as Theorem 3.2 allows it."""
+
+
+class Server(eqx.Module):
+    """The server between two iterations."""
+
+    x: Vector
+    previous: Vector
+    sent: Vector
+    epoch: Int[Array, ""]
+    done: Int[Array, ""]  # iterations of this epoch
+    messages: Int[Array, ""]  # from devices to the server, all so far
+
+
+class Memory(NamedTuple):
+    """What the server remembers about participation: of its parts, and whom it chose for the
+    epoch."""
+
+    weighting: PyTree
+    selection: PyTree
+    cohort: Any  # None: everyone
+    weights: Float[Array, " c"]  # of the cohort, not made to sum to 1
+    round_weighting: PyTree
+    round_selection: PyTree
+    availability: PyTree
+
+
+class Kept(NamedTuple):
+    """A client between two exchanges: its latest gradient, and what it gathered in which epoch."""
+
+    latest: Vector
+    gathered: Vector
+    epoch: Int[Array, ""]
+
+
+def _momentum(value: Any) -> Any:
+    return Theory() if value == "theory" else scalar("momentum")(value)
+
+
+class PPBC(Participating):
+    """Partial participation with bias correction: whoever is selected, however unfairly, the
+    clients keep what the selection left out, and the server makes up for it once an epoch.
+
+    - `select_epoch` is applied to the weights once an epoch, `select_round` in every round to those
+      that it left, by their weights or by what `round_weighting` says (None: all of them).
+    - `smoothness` is L, for `momentum="theory"`. A fixed θ does not vanish with γ, and neither does
+      the error that it leaves; 0 is safe.
+    - With `local_steps` or a `local_optimizer` a client's change takes the gradient's place.
+    - `availability` makes it PPBC+: gradients count 1/q_m while a client is up.
+    - `correction=False` leaves out all that PPBC adds: FedAvg with the same strategy.
+    - As in the authors' code: `epoch_length` (a fixed number of iterations, in place of
+      `epoch_end`) and `counting="uniform"` (whoever is selected counts 1/M, so that weights do not
+      sum to 1).
+
+    `messages` in the history counts what devices sent to the server as the paper counts it: a
+    gradient or a surrogate is one, what a weighting asks is none.
+    """
+
+    step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
+    momentum: Scalar | Theory | str = eqx.field(converter=_momentum, default=0.0)
+    epoch_end: Scalar = eqx.field(converter=scalar("epoch_end"), default=0.2)
+    select_epoch: Selection = eqx.field(converter=as_selection, default="Everyone")
+    select_round: Selection | None = eqx.field(converter=as_selection, default=None)
+    round_weighting: Weighting | None = eqx.field(
+        converter=lambda value: None if value is None else as_weighting(value), default=None
+    )
+    cap: Scalar | None = eqx.field(
+        converter=lambda value: None if value is None else scalar("cap")(value), default=None
+    )
+    smoothness: Scalar | None = eqx.field(
+        converter=lambda value: None if value is None else scalar("smoothness")(value), default=None
+    )
+    local_steps: int = static(1)
+    local_optimizer: Optimizer | None = optimizer_field()
+    epoch_length: int | None = static(None)
+    counting: str = static("weights")
+    correction: bool = static(True)
+
+    def __check_init__(self):
+        check_positive("step_size", self.step_size)
+        check_positive("epoch_end", self.epoch_end)
+        check_count("local_steps", self.local_steps)
+        if self.epoch_length is not None:
+            check_count("epoch_length", self.epoch_length)
+        if self.counting not in ("weights", "uniform"):
+            raise InvalidInput(f'counting must be "weights" or "uniform", got {self.counting!r}.')
+        if self.participants is not None or self.selection is not None:
+            raise InvalidInput(
+                "PPBC selects twice: give select_epoch and select_round in place of participants "
+                "and selection."
+            )
+        if self.round_weighting is not None and self.select_round is None:
+            raise InvalidInput("round_weighting says whom select_round selects; give both.")
+        if isinstance(self.momentum, Theory):
+            if self.smoothness is None:
+                raise InvalidInput('momentum="theory" needs the smoothness L: θ = γLp²/2.')
+        else:
+            check_positive("momentum", self.momentum, zero=True)
+            self._warn()
+
+    def _warn(self) -> None:
+        known = 0.0 if self.smoothness is None else self.smoothness
+        numbers: tuple[Any, ...] = (self.momentum, self.epoch_end, self.step_size, known)
+        if self.epoch_length is not None or not all(isinstance(x, float) for x in numbers):
+            return
+        theta, p, gamma, smoothness = numbers
+        most = min(gamma * (smoothness or np.inf), 1.0) * p**2 / 2  # no step is more than 1/L
+        if theta > most * (1 + 1e-9):
+            warnings.warn(
+                f"momentum {theta:g} is out of proportion to the step size: theory wants "
+                f"θ ≤ γLp²/2, here at most {most:.3g}; a larger one leaves an error that does not "
+                "vanish with the step size.",
+                stacklevel=2,
+            )
+
+    @property
+    def selecting(self) -> Selection:
+        return self.select_epoch
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if self.round_weighting is not None:
+            self.round_weighting.check(problem)
+        if self.select_round is not None and self.select_round.size is not None:
+            check_count("select_round.count", self.select_round.size, most=problem.n)
+        if isinstance(self.cap, float) and not 1 <= self.cap <= problem.n:
+            raise InvalidInput(f"cap must be from 1 to the {problem.n} clients, got {self.cap:g}.")
+
+    # On the server
+
+    def init(self, w: Vector) -> Server:
+        zero = jnp.zeros_like(w)
+        return Server(w, zero, zero, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+    def init_participation(self, w: Vector, clients: int) -> Memory:
+        everyone = isinstance(self.select_epoch, Everyone)
+        size = min(self.select_epoch.size or clients, clients)
+        rounds = self.round_weighting
+        return Memory(
+            self.weighting.init(w, clients),
+            self.select_epoch.init(clients),
+            None if everyone else jnp.zeros(size, jnp.int32),
+            jnp.zeros(size, w.dtype),
+            None if rounds is None else rounds.init(w, clients),
+            None if self.select_round is None else self.select_round.init(clients),
+            None if self.availability is None else self.availability.init(clients),
+        )
+
+    def round(
+        self, fed: Federation, server: Server, key: Key[Array, ""]
+    ) -> tuple[Server, dict[str, Any]]:
+        to_select, to_end = jax.random.split(key)
+        up, after = self.draw_available(fed, jax.random.fold_in(to_select, 1))
+        fed.participation = fed.participation._replace(availability=after)
+        self.choose_epoch(fed, server.done == 0, up, to_select)
+        cohort, share = self.choose_round(fed, up, to_select)
+
+        when = (share > 0) & (up if up is True else up[jnp.asarray(cohort)])
+        if self.correction:
+            fed.ask(self.work, _everyone(fed), server.epoch, when=up)
+            answers = fed.ask(self.send, cohort, when=when)
+        else:
+            answers = fed.ask(self.improve, cohort, when=when)
+        heard = answers.sum(share)
+        gamma, theta = at(self.step_size, fed.round), self.theta(fed.round)
+        update = (1 - theta) * heard + theta * server.previous
+        x = fed.project(server.x - gamma * update)
+        self.learn(fed, update)
+
+        done, sent, previous = server.done + 1, server.sent + heard, server.previous
+        ends, empty = self.ends(done, to_end)
+        messages = answers.count
+        if self.correction:
+            surrogates = fed.ask(self.tell, _everyone(fed), server.epoch, when=ends)
+            gathered = surrogates.sum() / fed.clients
+            left_out = (1 - theta) * jnp.where(surrogates.any(), gathered - sent, 0)
+            x = jnp.where(ends, fed.project(x - gamma * left_out), x)
+            previous = jnp.where(ends, jnp.where(empty, 0, left_out), previous)
+            messages += surrogates.count
+        fed.publish(Identity()(x - fed.w))
+        total = server.messages + messages
+        epoch, sent, done = server.epoch + ends, jnp.where(ends, 0, sent), jnp.where(ends, 0, done)
+        now = Server(x, previous, sent, epoch, done, total)
+        info = {"cohort": cohort, "weights": share, "epoch_end": ends}
+        info |= {} if up is True else {"up": up}
+        return now, info | {"messages": messages, "messages_total": total}
+
+    def theta(self, round: Any) -> Any:
+        """θ in this round."""
+        if not isinstance(self.momentum, Theory):
+            return self.momentum
+        p = self.epoch_end if self.epoch_length is None else 1 / self.epoch_length
+        return at(self.step_size, round) * self.smoothness * p**2 / 2
+
+    def ends(self, done: Int[Array, ""], key: Key[Array, ""]) -> tuple[Any, Any]:
+        """Whether the epoch ends after this iteration, and whether empty epochs follow it."""
+        if self.epoch_length is not None:
+            return done >= self.epoch_length, jnp.asarray(False)
+        ends, empty = jax.random.bernoulli(key, self.epoch_end, (2,))
+        return ends, empty
+
+    def choose_epoch(self, fed: Federation, begins: Any, up: Any, key: Key[Array, ""]) -> None:
+        """π̂ = R̂(π), if an epoch begins (lines 4, 5)."""
+        old, n = fed.participation, fed.clients
+        weights, wanted = self.weighting.weigh(
+            fed,
+            Methods(self.assess, self.tell_size),
+            old.weighting,
+            begins & up,
+            jax.random.fold_in(key, 2),
+        )
+        if self.cap is not None:
+            free = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
+            weights = project_capped(free, jnp.asarray(self.cap) / n)
+        cohort, turn = self.select_epoch.select(weights, n, old.selection, key)
+        new = old._replace(
+            weighting=wanted,
+            selection=turn,
+            cohort=None if old.cohort is None else cohort,
+            weights=_counts(self.select_epoch, weights, cohort, fed.w.dtype),
+        )
+        fed.participation = jax.tree.map(lambda a, b: jnp.where(begins, a, b), new, old)
+
+    def choose_round(
+        self, fed: Federation, up: Any, key: Key[Array, ""]
+    ) -> tuple[Cohort, Float[Array, " m"]]:
+        """π̃ = R̃(π̂): who sends in this round, and what each counts (line 10)."""
+        memory = fed.participation
+        cohort = _everyone(fed) if memory.cohort is None else memory.cohort
+        own = memory.weights
+        if self.select_round is not None:
+            chosen = jnp.zeros(fed.clients, own.dtype).at[cohort].set(own)
+            scores, wanted = chosen, None
+            if self.round_weighting is not None:
+                scores, wanted = self.round_weighting.weigh(
+                    fed,
+                    Methods(self.assess_round, self.tell_size),
+                    memory.round_weighting,
+                    (chosen > 0) & up,
+                    jax.random.fold_in(key, 4),
+                )
+                scores = jnp.where(chosen > 0, 1.0 if scores is None else scores, 0)
+            cohort, turn = self.select_round.select(
+                scores, fed.clients, memory.round_selection, jax.random.fold_in(key, 5)
+            )
+            own = jnp.where(scores[cohort] > 0, chosen[cohort], 0)
+            if self.select_round.counts_equally:
+                own = (own > 0).astype(own.dtype)
+            fed.participation = memory._replace(round_weighting=wanted, round_selection=turn)
+        if self.counting == "uniform":
+            return cohort, (own > 0).astype(own.dtype) / fed.clients
+        total = jnp.sum(own)
+        return cohort, own / jnp.where(total > 0, total, 1)
+
+    def learn(self, fed: Federation, direction: Vector) -> None:
+        super().learn(fed, direction)
+        if self.round_weighting is not None:
+            memory = fed.participation
+            known = self.round_weighting.learn(memory.round_weighting, direction)
+            fed.participation = memory._replace(round_weighting=known)
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Kept | None:
+        zero = jnp.zeros_like(w)
+        return Kept(zero, zero, jnp.int32(-1)) if self.correction else None
+
+    def work(self, client: Client, kept: Kept, epoch: Int[Array, ""]) -> tuple[Kept, None]:
+        latest = self.pseudo_gradient(client)
+        return Kept(latest, self.gathered(kept, epoch) + latest, epoch), None
+
+    def send(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
+        return kept, Identity()(kept.latest)
+
+    def tell(self, client: Client, kept: Kept, epoch: Int[Array, ""]) -> tuple[Kept, Packet]:
+        return kept, Identity()(self.gathered(kept, epoch))
+
+    def gathered(self, kept: Kept, epoch: Int[Array, ""]) -> Vector:
+        """What a client gathered in this epoch; one that was down at first begins late."""
+        return jnp.where(kept.epoch == epoch, kept.gathered, 0)
+
+    def improve(self, client: Client, kept: None) -> tuple[None, Packet]:
+        return None, Identity()(self.pseudo_gradient(client))
+
+    def assess_round(
+        self, client: Client, kept: Kept | None, *message: PyTree
+    ) -> tuple[Kept | None, PyTree]:
+        assert self.round_weighting is not None
+        return kept, self.round_weighting.assess(client, *message)
+
+    def pseudo_gradient(self, client: Client) -> Vector:
+        """∇f_m(x), or what stands for it, times 1/q_m for a client that is not always up."""
+        step_size = at(self.step_size, client.round)
+        total = descend(
+            client.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+        )
+        if self.availability is None:
+            return total
+        return total / self.availability.rate(client.index, client.round)
+
+
+def project_capped(
+    weights: Float[Array, " n"], most: Float[Array, ""] | float
+) -> Float[Array, " n"]:
+    """The nearest point of {π ≥ 0, Σπ = 1, π ≤ most}: clip(π − τ, 0, most), with the τ at which
+    that sums to 1. The sum is linear between the numbers π and π − most; bisection over those finds
+    the two that τ lies between, and then it is exact."""
+    knots = jnp.sort(jnp.concatenate([weights, weights - most]))
+
+    def total(tau: Any) -> Any:
+        return jnp.sum(jnp.clip(weights - tau, 0, most))
+
+    def halve(_: Any, between: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = between
+        middle = (low + high) // 2
+        above = total(knots[middle]) >= 1
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    steps = int(np.ceil(np.log2(2 * weights.size))) + 1
+    low, high = jax.lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.int32(knots.size - 1)))
+    at_low, at_high = total(knots[low]), total(knots[high])
+    slope = jnp.where(at_low > at_high, at_low - at_high, 1)
+    tau = knots[low] + (at_low - 1) / slope * (knots[high] - knots[low])
+    return jnp.clip(weights - jnp.where(at_low > 1, tau, knots[low]), 0, most)
+
+
+def _everyone(fed: Federation) -> Int[np.ndarray, " n"]:
+    return np.arange(fed.clients, dtype=np.int32)
+
+
+def _counts(selection: Selection, weights: Any, cohort: Cohort, dtype: Any) -> Float[Array, " c"]:
+    """What those selected count, not made to sum to 1."""
+    if weights is None:
+        return jnp.ones(len(cohort), dtype)
+    own = weights[cohort]
+    return (own > 0).astype(dtype) if selection.counts_equally else own.astype(dtype)

@@ -1,0 +1,95 @@
+"""SCAFFOLD: stochastic controlled averaging.
+
+Paper: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (ICML
+2020), Algorithm 1, option II.
+
+| here | paper | |
+|---|---|---|
+| `step_size` | η_l | with a `local_optimizer`, the server's step |
+| `server_step_size` | η_g | |
+| `local_steps` | K | |
+| `control` of the server, of a client | c, c_i | all zero at first |
+
+A client steps along g_i(y) − c_i + c, and its control becomes c_i⁺ = c_i − c + (x − y)/(Kη_l): the
+mean of its gradients on the way, which is how it is computed here, with any optimiser. The server's
+control moves by the change of the clients' controls over the number M of *all* clients,
+
+    c ← c + (1/M) Σ_{i in S} (c_i⁺ − c_i),
+
+so that it stays the mean of all c_i. Both the change of the model and that of the control go up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Key
+
+from fedsolve.algorithms.fedavg import Averaging
+from fedsolve.compression import Packet, no_residual, with_feedback
+from fedsolve.federation import Federation
+from fedsolve.fields import Scalar, check_positive, scalar
+from fedsolve.problem import Client
+
+Vector = Float[Array, " d"]
+
+
+class Server(NamedTuple):
+    """x and c."""
+
+    x: Vector
+    control: Vector
+
+
+class Kept(NamedTuple):
+    """c_i, and what a biased uplink has not sent yet of the model's and the control's change."""
+
+    control: Vector
+    residual: Vector | None
+    control_residual: Vector | None
+
+
+class SCAFFOLD(Averaging):
+    """Averaging with control variates, which take the clients' drift out of their local steps."""
+
+    server_step_size: Scalar = eqx.field(converter=scalar("server_step_size"), default=1.0)
+
+    def __check_init__(self):
+        check_positive("server_step_size", self.server_step_size)
+
+    # On the server
+
+    def init(self, w: Vector) -> Server:
+        return Server(w, 0 * w)
+
+    def round(
+        self, fed: Federation, server: Server, key: Key[Array, ""]
+    ) -> tuple[Server, dict[str, Any]]:
+        to_sample, to_compress = jax.random.split(key)
+        drawn = self.draw(fed, to_sample)
+        answers = fed.ask(self.improve, drawn.cohort, server.control, when=drawn.available)
+        update = self.server_step_size * answers.pick(0).mean(drawn.weights)
+        control = server.control + answers.pick(1).sum() / fed.clients
+        x = self.step(fed, server.x, update, to_compress)
+        self.learn(fed, update)
+        return Server(x, control), drawn.info
+
+    # On a client
+
+    def init_client(self, w: Vector) -> Kept:
+        return Kept(0 * w, no_residual(self.uplink, w), no_residual(self.uplink, w))
+
+    def improve(
+        self, client: Client, kept: Kept, control: Vector
+    ) -> tuple[Kept, tuple[Packet, Packet]]:
+        def direction(y: Vector, key: Key[Array, ""]) -> Vector:
+            return client.grad(y, key) - kept.control + control
+
+        total, directions = self.travel(client, direction)
+        change = directions / self.local_steps - control  # c_i⁺ − c_i
+        key, other = jax.random.split(jax.random.fold_in(client.key, self.local_steps))
+        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
+        left, controls = with_feedback(self.uplink, kept.control_residual, change, other)
+        return Kept(kept.control + change, residual, left), (packet, controls)
