@@ -79,3 +79,11 @@ def test_the_participation_page_works(capsys):
         exec(block, names)
     away, near = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[-2:])
     assert near < 0.2 * away
+
+
+def test_the_fedadmm_page_runs(capsys):
+    names = {}
+    for block in blocks("docs/fedadmm.md"):
+        exec(block, names)
+    averagings, communications = map(int, capsys.readouterr().out.split())
+    assert communications == 2 * averagings < 200

@@ -234,3 +234,19 @@ def test_a_neural_network_with_minibatches():
 def test_bad_settings_get_a_sentence(options, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         fs.solve(problem_of(), fs.FedADMM(**options), rounds=1)
+
+
+def test_scheme_4_1_and_the_first_answers():
+    """Everyone within s_0 = 3 rounds; and of 4 drawn only the first 2 count."""
+    problem = problem_of()
+    _, _, optimum = facts(problem)
+    parts = fs.participation
+    cyclic = fs.FedADMM(local_iterations=3, penalty=1.0, selection=parts.Cyclic(2))
+    run = fs.solve(problem, cyclic, rounds=600, precision="float64")
+    assert fs.theory.fedadmm.waiting(run.history["cohort"], 6) == 3
+    np.testing.assert_allclose(run.params, optimum, atol=1e-6)
+    first = parts.FirstAnswers(2)
+    late = fs.FedADMM(participants=4, local_iterations=3, penalty=1.0, availability=first)
+    run = fs.solve(problem, late, rounds=600, precision="float64")
+    assert (run.history["available"].sum(axis=1) == 2).all()
+    np.testing.assert_allclose(run.params, optimum, atol=1e-6)

@@ -1,5 +1,7 @@
 """Who is wanted, who is drawn, who answers; and that FedAvg with all of it is what it should be."""
 
+import tomllib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -315,6 +317,32 @@ def test_three_words_of_configuration():
     table["algorithm"] = {"kind": "FedAvg", "step_size": 1.0, "availability": "Bernouli"}
     with pytest.raises(fs.InvalidInput, match="did you mean 'Bernoulli'"):
         config.resolve("x", table)
+
+
+def test_parts_from_a_file_of_text(tmp_path):
+    np.savetxt(tmp_path / "up.csv", np.eye(5), fmt="%d", delimiter=",")
+    text = f"""
+    problem = {{ kind = "neyman_pearson", clients = 5 }}
+    run = {{ rounds = 3 }}
+    [algorithm]
+    kind = "PPBC"
+    step_size = 1.0
+    momentum = "theory"
+    smoothness = 4.0
+    weighting = {{ kind = "PowerOfChoice", candidates = 4 }}
+    select_epoch = {{ kind = "Top", count = 3 }}
+    select_round = {{ kind = "Random", count = 1 }}
+    round_weighting = "GradientNorm"
+    local_optimizer = {{ kind = "Adam", step_size = 3e-4 }}
+    availability = {{ kind = "Trace", rounds = "{tmp_path / "up.csv"}" }}
+    """
+    experiment = config.resolve("x", tomllib.loads(text))
+    ((_, built),) = experiment.cells.values()
+    assert built.select_round == parts.Random(1)
+    assert isinstance(built.local_optimizer, fs.Adam)
+    np.testing.assert_array_equal(built.availability.rounds, np.eye(5, dtype=bool))
+    ((_, again),) = config.resolve("x", experiment.resolved).cells.values()
+    assert jax.tree.structure(again) == jax.tree.structure(built)
 
 
 BAD = {

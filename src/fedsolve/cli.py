@@ -73,6 +73,7 @@ def list_all() -> None:
         "Problems": config.PROBLEMS,
         "Compressors": config.COMPRESSORS,
         "Switching, schedules": others,
+        "Rules that stop a run": config.RULES,
     }
     for title, entries in sections.items():
         table.add_row(f"[bold]{title}[/bold]", "")

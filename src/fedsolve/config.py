@@ -26,9 +26,13 @@ from fedsolve.fields import check_count, check_kind, check_positive
 ALGORITHMS: dict[str, Callable] = {
     "F3AST": fs.F3AST,
     "FedADMM": fs.FedADMM,
+    "FedAlt": fs.FedAlt,
     "FedAvg": fs.FedAvg,
+    "FedAvgAll": fs.FedAvgAll,
+    "FedProx": fs.FedProx,
     "FedDyn": fs.FedDyn,
     "FedSGM": fs.FedSGM,
+    "FedSim": fs.FedSim,
     "IPPConEx": fs.IPPConEx,
     "IncentFedAvg": fs.IncentFedAvg,
     "MOON": fs.MOON,
@@ -41,6 +45,8 @@ PROBLEMS: dict[str, Callable] = {
     "cartpole": fs.problems.cartpole,
     "images": fs.problems.images,
     "linear_regression": fs.problems.linear_regression,
+    "logistic": fs.problems.logistic,
+    "sparse_logistic": fs.problems.sparse_logistic,
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
 }

@@ -22,13 +22,15 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Arrivals, Federation, Flags, Question, State
+from fedsolve.federation import Arrivals, Cohort, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
 from fedsolve.stopping import Stop, wants_gradient
 
 SLOTS = 100
+TOGETHER = 2**25  # bytes: so much of clients' data is worked on in one piece,
+BLOCK = 2**22  # and of more than that only so much at a time (benchmarks/fedadmm_scale.py)
 
 Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
 
@@ -62,9 +64,7 @@ class Simulation(Federation):
             return moved, jax.tree.map(jnp.asarray, reply)
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
-            operands = (jnp.asarray(cohort), self._problem.samples, states)
-            operands = (operands[0], *jax.tree.map(take, operands[1:]))
-            return map_clients(watched, operands, self._at_once)
+            return map_clients(watched, cohort, (self._problem.samples, states), self._at_once)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -91,11 +91,34 @@ class Simulation(Federation):
         return values, arrived
 
 
-def map_clients(function: Callable, operands: PyTree, at_once: int | None) -> PyTree:
-    """`function` over the leading axis: all clients in one `vmap`, or `at_once` at a time."""
+def map_clients(function: Callable, cohort: Cohort, data: PyTree, at_once: int | None) -> PyTree:
+    """`function(index, *client's data)` of a cohort: all in one `vmap`, or `at_once` at a time.
+
+    A block's data are fetched where they are used, so that what a client does with them more than
+    once finds them in the processor's cache, and no copy of the cohort's data is made. Where
+    nothing is said, that is done for data too large for the cache.
+    """
     if at_once is None:
-        return jax.vmap(function)(*operands)
-    return lax.map(lambda one: function(*one), operands, batch_size=at_once)
+        at_once = _block(data, len(cohort))
+    if at_once is not None:
+
+        def one(index: Any) -> PyTree:
+            return function(index, *jax.tree.map(lambda leaf: leaf[index], data))
+
+        return lax.map(one, jnp.asarray(cohort), batch_size=at_once)
+    clients = jax.tree.leaves(data)[0].shape[0]
+    if not (isinstance(cohort, np.ndarray) and len(cohort) == clients):
+        data = jax.tree.map(lambda leaf: leaf[cohort], data)
+    return jax.vmap(function)(jnp.asarray(cohort), *data)
+
+
+def _block(data: PyTree, cohort: int) -> int | None:
+    """How many clients fit into the cache; None where the whole cohort does."""
+    leaves = jax.tree.leaves(data)
+    each = sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in leaves)
+    if jax.default_backend() != "cpu" or each * cohort <= TOGETHER:
+        return None
+    return max(BLOCK // each, 1)
 
 
 def client_values(
@@ -121,7 +144,11 @@ def client_values(
         slope, found = jax.grad(values, has_aux=True)(w)
         return found | {"gradient": slope}
 
-    return map_clients(look, (first + jnp.arange(problem.n), problem.samples), at_once)
+    def numbered(index: Any, samples: Samples) -> dict[str, PyTree]:
+        return look(first + index, samples)
+
+    everyone = np.arange(problem.n, dtype=np.int32)
+    return map_clients(numbered, everyone, (problem.samples,), at_once)
 
 
 def evaluate(

@@ -57,7 +57,8 @@ def solve(
       after every so many rounds, and after the last.
     - `runtime`: `"compiled"`, or `"debug"` (clients one by one, nothing compiled).
     - `precision`: `"float32"` or `"float64"`; by default as JAX is set (float32).
-    - `clients_at_once`: how many clients are computed together; fewer need less memory.
+    - `clients_at_once`: how many clients are computed together; by default all, or as many as the
+      processor's cache holds where their data are large.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
@@ -69,8 +70,7 @@ def solve(
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
     """
-    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once)
-    check_stop(stop)
+    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
     followed = as_follow(follow)
@@ -150,6 +150,7 @@ def check_run(
     evaluate_every: int = 1,
     precision: str | None = None,
     clients_at_once: int | None = None,
+    stop: Stop | None = None,
 ) -> None:
     """Refuses what cannot be run."""
     check_kind("problem", problem, Problem)
@@ -160,6 +161,7 @@ def check_run(
         check_count("clients_at_once", clients_at_once)
     if precision not in (None, "float32", "float64"):
         raise InvalidInput(f'precision must be "float32" or "float64", got {precision!r}.')
+    check_stop(stop)
     algorithm.check(problem)
 
 

@@ -32,7 +32,7 @@ from fedsolve.solving import (
     precision_of,
     spans_of,
 )
-from fedsolve.stopping import Stop, check_stop
+from fedsolve.stopping import Stop
 
 
 def sweep(
@@ -65,8 +65,7 @@ def sweep(
     if not cells:
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
-        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once)
-    check_stop(stop)
+        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once, stop)
     followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
@@ -163,7 +162,8 @@ def _combinations(
 def with_field(module: Any, path: Sequence[str], value: Any) -> Any:
     """The module with one field, perhaps of a part of it, replaced; its checks run again."""
     name, *rest = path
-    names = [field.name for field in dataclasses.fields(module) if field.init]
+    fields = sorted(dataclasses.fields(module), key=lambda field: field.kw_only is True)
+    names = [field.name for field in fields if field.init]
     if name not in names:
         raise InvalidInput(
             f"{type(module).__name__} has no field {name!r}; it has {', '.join(names)}."

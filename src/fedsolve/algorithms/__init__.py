@@ -3,9 +3,13 @@
 from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
 from fedsolve.algorithms.fedadmm import FedADMM
+from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.algorithms.fedavg_all import FedAvgAll
 from fedsolve.algorithms.feddyn import FedDyn
+from fedsolve.algorithms.fedprox import FedProx
 from fedsolve.algorithms.fedsgm import FedSGM
+from fedsolve.algorithms.fedsim import FedSim
 from fedsolve.algorithms.incentfedavg import IncentFedAvg
 from fedsolve.algorithms.moon import MOON
 from fedsolve.algorithms.penalty import PenaltyFedAvg
@@ -18,9 +22,13 @@ __all__ = [
     "PPBC",
     "SCAFFOLD",
     "FedADMM",
+    "FedAlt",
     "FedAvg",
+    "FedAvgAll",
     "FedDyn",
+    "FedProx",
     "FedSGM",
+    "FedSim",
     "IPPConEx",
     "IncentFedAvg",
     "PenaltyFedAvg",

@@ -86,7 +86,7 @@ class FedADMM(Participating):
     """
 
     local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
-    penalty: Scalar | Numbers = eqx.field(converter=lambda x: _penalty(x), default=0.2)
+    penalty: Scalar | Numbers | str = eqx.field(converter=lambda x: _penalty(x), default=0.2)
     accuracy: Scalar | None = None
     decay: Scalar = eqx.field(converter=scalar("decay"), default=0.95)
     inner_steps: int | None = static(3)
@@ -166,7 +166,8 @@ class FedADMM(Participating):
     def begin(self, client: Client, state: Local, share: Number) -> tuple[Local, Any]:
         """σ_i, π_i^0 (where it is not 0), and whether this client is new."""
         smoothness = share * self.smooth(client)
-        given = jnp.asarray(self.penalty, client.w.dtype)
+        numbers: Any = self.penalty  # its words have become numbers
+        given = jnp.asarray(numbers, client.w.dtype)
         penalty = given[client.index] if given.ndim else given * smoothness
         dual = jnp.zeros_like(client.w)
         if self.dual_start == "gradient":

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Cohort, Flags
@@ -172,7 +172,9 @@ class Trace(Availability):
     """As recorded: a table of one row a round and one column a client, 1 where it was up. From an
     array, or from a file (`.npy`, or text with commas). After its last row it begins again."""
 
-    rounds: Any = eqx.field(converter=lambda value: _recorded(value))
+    rounds: str | Shaped[Array, "..."] | Shaped[np.ndarray, "..."] = eqx.field(
+        converter=lambda value: _recorded(value)
+    )
 
     def draw(
         self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
@@ -184,10 +186,9 @@ class Trace(Availability):
         return jnp.mean(jnp.asarray(self.rounds)[:, client], axis=0)
 
     def check(self, clients: int) -> None:
-        if self.rounds.shape[1] != clients:
-            raise InvalidInput(
-                f"The trace has {self.rounds.shape[1]} columns, but there are {clients} clients."
-            )
+        columns = np.shape(self.rounds)[1]
+        if columns != clients:
+            raise InvalidInput(f"The trace has {columns} columns, but there are {clients} clients.")
 
 
 def _recorded(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -46,7 +47,7 @@ def linear_regression(
     total, third = int(sizes.sum()), -(-int(sizes.sum()) // 3)
     # Which sample comes from where is shuffled, and each is drawn at its place: no second copy.
     kinds = rng.permutation(np.repeat([0, 1, 2], [third, third, total - 2 * third]))
-    inputs = np.zeros((clients, largest, size), np.float32)
+    inputs = _aligned((clients, largest, size))
     targets = np.zeros((clients, largest), np.float32)
     for client, own in enumerate(np.split(kinds, np.cumsum(sizes)[:-1])):
         rows = np.empty((len(own), size + 1), np.float32)
@@ -57,7 +58,7 @@ def linear_regression(
     mask = np.arange(largest) < sizes[:, None]
     return Problem(
         objective=squared_loss,
-        clients={"inputs": inputs, "targets": targets, "mask": mask},
+        clients={"inputs": jnp.from_dlpack(inputs), "targets": targets, "mask": mask},
         params=np.zeros(size),
         batch_size=batch_size,
     )
@@ -93,11 +94,10 @@ def logistic_regression(
     index = np.stack([np.append(part, np.full(width - len(part), part[0])) for part in parts])
     mask = np.arange(width) < np.asarray([len(part) for part in parts])[:, None]
     return Problem(
-        objective=logistic_loss,
+        objective=LogisticLoss(regularisation),
         clients={
             "inputs": np.asarray(inputs, np.float32)[index],
             "labels": np.asarray(labels, np.float32)[index],
-            "ridge": np.full((clients, width), regularisation, np.float32),
             "mask": mask,
         },
         params=np.zeros(inputs.shape[1]),
@@ -118,10 +118,25 @@ def squared_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
     return 0.5 * jnp.sum(error**2) / jnp.sum(data["mask"])
 
 
-def logistic_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
-    margin = data["inputs"] @ w
-    loss = jnp.where(data["mask"], softplus(margin) - data["labels"] * margin, 0)
-    return jnp.sum(loss) / jnp.sum(data["mask"]) + 0.5 * data["ridge"][0] * jnp.sum(w**2)
+class LogisticLoss(eqx.Module):
+    """Of margins ⟨a, w⟩ and labels 0 or 1, with λ/2 ‖w‖². Two with the same λ are the same."""
+
+    regularisation: float = eqx.field(static=True)
+
+    def __call__(self, w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+        return self.of(w, data["inputs"] @ w, data["labels"], data["mask"])
+
+    def of(self, w: Array, margin: Array, labels: Array, mask: Array) -> Float[Array, ""]:
+        loss = jnp.where(mask, softplus(margin) - labels * margin, 0)
+        return jnp.sum(loss) / jnp.sum(mask) + 0.5 * self.regularisation * jnp.sum(w**2)
+
+
+def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "..."]:
+    """Zeros that JAX can take over without a copy: on a CPU they must begin at 64 bytes."""
+    size = 4 * int(np.prod(shape))
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(np.float32).reshape(shape)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
