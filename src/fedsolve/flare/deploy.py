@@ -27,7 +27,8 @@ from fedsolve.runs import Run
 Tell = Callable[[dict[str, Any]], None]
 WAIT = 0.3  # seconds between two looks at a run's progress
 REJOIN = 60.0  # a job runs at least so long before it makes room for a site that is back
-GONE = 60.0  # a job that says nothing for so long is over
+STARTING = 180.0  # a job may take so long before it is heard for the first time
+GONE = 20.0  # and is over when it falls silent for so long
 FUTILE = 3  # so many jobs in a row without a single round are enough
 Runs = dict[str, list[Run]]
 
@@ -144,7 +145,7 @@ def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, b
     told = rounds = 0
     lost: dict[str, float] = {}
     began = heard = time.monotonic()
-    look_again, over = 0.0, False
+    look_again, over, patience = 0.0, False, STARTING
     while True:
         try:
             if time.monotonic() > look_again:
@@ -157,8 +158,8 @@ def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, b
             patiently(admin.sites, tell)
             news = None
         if news is not None:
-            heard = time.monotonic()
-        elif time.monotonic() > heard + GONE:
+            heard, patience = time.monotonic(), GONE
+        elif time.monotonic() > heard + patience:
             over = True  # a server that was away says for ever that its old job runs
         for entry in news or []:
             tell(entry)
