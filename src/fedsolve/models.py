@@ -33,6 +33,7 @@ Rows = Float[Array, "batch features"]
 Tokens = Float[Array, "batch tokens width"]
 Shape = Sequence[int]  # height, width, colours
 Tree = TypeVar("Tree")
+UNFOLDED = 512  # weights of a filter, up to which a CPU multiplies neighbourhoods
 
 
 class Network(eqx.Module):
@@ -268,14 +269,34 @@ def dense(layer: eqx.nn.Linear, rows: Float[Array, "*batch before"]) -> Float[Ar
 
 
 def convolve(layer: eqx.nn.Conv2d, maps: Maps) -> Float[Array, "batch _ _ _"]:
-    found = lax.conv_general_dilated(
-        maps,
-        layer.weight.astype(maps.dtype),
-        layer.stride,
-        layer.padding,
-        dimension_numbers=("NHWC", "OIHW", "NHWC"),
-    )
+    weight = layer.weight.astype(maps.dtype)
+    if jax.default_backend() == "cpu" and weight[0].size <= UNFOLDED:
+        found = unfolded(maps, weight, layer.stride, layer.padding)
+    else:
+        found = lax.conv_general_dilated(
+            maps,
+            weight,
+            layer.stride,
+            layer.padding,
+            dimension_numbers=("NHWC", "OIHW", "NHWC"),
+        )
     return found if layer.bias is None else found + layer.bias.reshape(-1).astype(maps.dtype)
+
+
+def unfolded(
+    maps: Maps, weight: Float[Array, "out channels down right"], stride: Any, padding: Any
+) -> Float[Array, "batch _ _ out"]:
+    """The convolution as one product with every pixel's neighbourhood, as wide as it is: on a CPU,
+    small ones have their gradients nine times as fast by it (two cores, 2026-11)."""
+    out, _, down, right = weight.shape
+    wide = jnp.pad(maps, ((0, 0), *padding, (0, 0)))
+    last = wide.shape[1] - down + 1, wide.shape[2] - right + 1
+    around = [
+        wide[:, y : y + last[0] : stride[0], x : x + last[1] : stride[1]]
+        for y in range(down)
+        for x in range(right)
+    ]
+    return jnp.concatenate(around, axis=-1) @ weight.transpose(2, 3, 1, 0).reshape(-1, out)
 
 
 def halve(maps: Maps) -> Float[Array, "batch _ _ channels"]:
