@@ -6,7 +6,8 @@
 Rows are the experiment's variants whose names contain one of `--rows`; all seeds of a row share one
 program, and the table is gone through seed by seed. Every evaluation is a line of the CSV file at
 once, so nothing is lost if this is killed. `--limit-seconds` counts from the start, compiling
-included; a row that is cut short says so. `--set algorithm.epoch_length=3` changes the experiment.
+included; a row that is cut short says so. `--set problem.batch_size=128` changes the experiment,
+`--row-set algorithm.epoch_length=3` each chosen row.
 
 Seconds a round and an evaluation are a least-squares fit over the pieces that a run is made of,
 after the first, which compiles. Work is that of local steps alone: 3 forward passes' operations an
@@ -51,6 +52,7 @@ def arguments():
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
     parser.add_argument("--out", default="cifar-table.csv")
     parser.add_argument("--set", action="append", default=[], metavar="key=value")
+    parser.add_argument("--row-set", action="append", default=[], metavar="key=value")
     return parser.parse_args()
 
 
@@ -97,7 +99,11 @@ def main():
     wanted = [name for name in variants if any(part in name for part in options.rows)]
     if not wanted:
         raise SystemExit(f"No row has such a name; there are: {', '.join(variants)}.")
-    described["variants"] = {name: variants[name] for name in wanted}
+    changes = {}
+    for assignment in options.row_set:
+        key = assignment.partition("=")[0].strip()
+        changes[key] = config.override({}, "value=" + assignment.partition("=")[2])["value"]
+    described["variants"] = {name: variants[name] | changes for name in wanted}
     experiment = config.resolve(options.experiment, described)
     device = jax.devices()[0]
     peak = next((p for name, p in PEAK.items() if name in device.device_kind), None)
