@@ -87,3 +87,8 @@ def test_the_fedadmm_page_runs(capsys):
         exec(block, names)
     averagings, communications = map(int, capsys.readouterr().out.split())
     assert communications == 2 * averagings < 200
+
+
+def test_the_page_on_runs_works():
+    (example,) = blocks("docs/runs.md")
+    exec(example, {})
