@@ -92,3 +92,14 @@ def test_the_fedadmm_page_runs(capsys):
 def test_the_page_on_runs_works():
     (example,) = blocks("docs/runs.md")
     exec(example, {})
+
+
+@examples.needs_data("cifar10")
+def test_the_page_on_images_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSOLVE_DATA", str(examples.DATA))
+    names = {}
+    for block in blocks("docs/images.md"):
+        exec(block, names)
+    assert 0 <= float(capsys.readouterr().out) <= 1
+    assert names["other"].head.weight.shape == (7, 32)

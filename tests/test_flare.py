@@ -23,6 +23,7 @@ from fedsolve import config
 from fedsolve.flare import engine
 from fedsolve.flare.deploy import check_certificate, check_welcome, local_federation, run_on
 from fedsolve.flare.jobs import OWNER, built
+from test_conformance import ALGORITHMS
 
 pytestmark = [
     pytest.mark.xdist_group("flare"),
@@ -32,7 +33,7 @@ pytestmark = [
 
 def experiment(rounds, *changes):
     table = config.read("neyman-pearson")
-    base = [f"run.rounds={rounds}", "run.precision=float64", "problem.clients=4"]
+    base = [f"run.rounds={rounds}", "run.precision=float64", "problem.clients=6"]
     for change in [*base, "algorithm.participants=3", *changes]:
         table = config.override(table, change)
     return config.resolve("test", table)
@@ -40,8 +41,11 @@ def experiment(rounds, *changes):
 
 @pytest.fixture(scope="module")
 def federation():
-    with local_federation(4, 4, lambda news: None) as running:
-        yield running
+    allow = ["examples:least_squares", "deployed:algorithm"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        with local_federation(6, 4, lambda news: None, allow) as running:
+            yield running
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["to the end", "until Ctrl-C"])
@@ -94,29 +98,22 @@ def assert_same(run, expected):
     assert run.history.keys() == expected.history.keys()
     for name, values in expected.history.items():
         exact = "bytes" in name or name in ("round", "cohort")
-        np.testing.assert_allclose(run.history[name], values, atol=0 if exact else 1e-10)
-
-
-VARIANTS = {
-    "Top-K": {},
-    "quantised": {
-        "algorithm.switching": "Hard",
-        "algorithm.uplink": {
-            "kind": "Compose",
-            "first": {"kind": "TopK", "fraction": 0.5},
-            "second": {"kind": "Float8"},
-        },
-        "algorithm.downlink": "Float4",
-    },
-}
+        np.testing.assert_allclose(
+            run.history[name], values, atol=0 if exact else 1e-10, err_msg=name
+        )
 
 
 def test_a_real_federation_follows_the_simulation(federation):
-    """All variants in one job."""
-    table = experiment(20).resolved | {"variants": VARIANTS}
+    """Every algorithm of the conformance list, all in one job."""
+    table = {
+        "problem": {"kind": "examples:least_squares"},
+        "algorithm": {"kind": "deployed:algorithm", "name": "FedSGM hard"},
+        "run": {"rounds": 20, "precision": "float64"},
+        "variants": {name: {"algorithm.name": name} for name in ALGORITHMS},
+    }
     wanted = config.resolve("same", table)
     runs = run_on(federation, wanted, "same", lambda news: None)
-    assert list(runs) == list(VARIANTS)
+    assert list(runs) == list(ALGORITHMS)
     for variant, (run,) in runs.items():
         assert_same(run, simulated(wanted, variant))
 
@@ -254,7 +251,7 @@ def test_the_commands_of_an_owner(tmp_path):
         status, told = done("submit", "neyman-pearson", *words, "--run", "first", "--out", "x")
         assert status == 0, told
         history = np.genfromtxt(tmp_path / "x/history.csv", delimiter=",", names=True)
-        expected = simulated(experiment(5)).history
+        expected = simulated(experiment(5, "problem.clients=4")).history
         np.testing.assert_allclose(history["objective"], expected["objective"], atol=1e-10)
         np.testing.assert_array_equal(history["bytes_up_total"], expected["bytes_up_total"])
         status, told = done("submit", "neyman-pearson", *words[:-4], *words[-2:], "--run", "first")

@@ -61,7 +61,7 @@ def test_the_networks_are_those_of_the_paper(folder):
     few = {"clients": 2, "samples": 20}
     dense = fs.problems.images("cifar10", hidden=128, **few)
     assert dense.size == 3073 * 128 + 129 * 10
-    convolution = fs.problems.images("mnist", "convolution", hidden=16, **few)
+    convolution = fs.problems.images("mnist", "small_cnn", hidden=16, **few)
     weights = 25 * 16 + 16 + 25 * 16 * 32 + 32 + (7 * 7 * 32 + 1) * 16 + 17 * 10
     assert convolution.size == weights
     placed = convolution.on_device()
@@ -70,7 +70,7 @@ def test_the_networks_are_those_of_the_paper(folder):
 
 
 def test_bad_images_get_a_sentence():
-    with pytest.raises(fs.InvalidInput, match="network must be one of"):
-        fs.problems.images(network="transformer")
+    with pytest.raises(fs.InvalidInput, match="model must be one of"):
+        fs.problems.images(model="transformer")
     with pytest.raises(fs.InvalidInput, match="dataset must be"):
         fs.problems.images(dataset="adult")

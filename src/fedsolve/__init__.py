@@ -8,7 +8,7 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import datasets, games, participation, partitions, problems, theory
+from fedsolve import datasets, games, models, participation, partitions, problems, theory
 from fedsolve.algorithm import Algorithm
 from fedsolve.algorithms import (
     PPBC,
@@ -119,6 +119,7 @@ __all__ = [
     "WholeSpace",
     "datasets",
     "games",
+    "models",
     "participation",
     "partitions",
     "problems",

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 Steps = Float[Array, "steps environments"]
 Vector = Float[Array, " d"]
@@ -186,7 +186,7 @@ def step(
     return jnp.where(found, length, 0) * natural
 
 
-def standardised(gains: PyTree) -> PyTree:
+def standardised(gains: Float[Array, " n"]) -> Float[Array, " n"]:
     """With mean 0 and standard deviation 1."""
     spread = jnp.std(gains)
     return (gains - jnp.mean(gains)) / jnp.where(spread > 0, spread, 1)

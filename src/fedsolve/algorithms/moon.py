@@ -85,5 +85,6 @@ class MOON(FedAvg):
 
 def similarity(z: Representations, other: Representations) -> Float[Array, " samples"]:
     """The cosine between rows."""
-    norms = jnp.sqrt(jnp.sum(z**2, axis=1) * jnp.sum(other**2, axis=1))
-    return jnp.sum(z * other, axis=1) / jnp.maximum(norms, 1e-8)
+    squares = jnp.sum(z**2, axis=1) * jnp.sum(other**2, axis=1)
+    # Bounded below inside the root: rectified rows can be all zero, where its slope is infinite.
+    return jnp.sum(z * other, axis=1) / jnp.sqrt(jnp.maximum(squares, 1e-16))

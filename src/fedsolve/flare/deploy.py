@@ -14,9 +14,11 @@ import subprocess
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from fedsolve.config import Experiment
 from fedsolve.errors import InvalidInput
@@ -27,7 +29,8 @@ from fedsolve.runs import Run
 Tell = Callable[[dict[str, Any]], None]
 WAIT = 0.3  # seconds between two looks at a run's progress
 REJOIN = 60.0  # a job runs at least so long before it makes room for a site that is back
-GONE = 60.0  # a job that says nothing for so long is over
+STARTING = 180.0  # a job may take so long before it is heard for the first time
+GONE = 20.0  # and is over when it falls silent for so long
 FUTILE = 3  # so many jobs in a row without a single round are enough
 Runs = dict[str, list[Run]]
 
@@ -47,7 +50,8 @@ class Local:
 
     def start_server(self) -> None:
         """Starts the server (again)."""
-        self.processes["localhost"] = engine.start_server(self.kits["localhost"])
+        kit = self.kits["localhost"]
+        self.processes["localhost"] = engine.start_server(kit, kit / "owner.toml")
 
     def home(self, run: str) -> Path:
         """Where the server keeps a run."""
@@ -55,7 +59,9 @@ class Local:
 
 
 @contextlib.contextmanager
-def local_federation(clients: int, sites: int, tell: Tell) -> Iterator[Local]:
+def local_federation(
+    clients: int, sites: int, tell: Tell, allow: Sequence[str] = ()
+) -> Iterator[Local]:
     """Provisions with fresh certificates, starts a server and sites, and leaves nothing: no
     process, no port, no file. The problem's own clients are dealt to the sites in order."""
     names = [f"site-{number + 1}" for number in range(sites)]
@@ -66,10 +72,14 @@ def local_federation(clients: int, sites: int, tell: Tell) -> Iterator[Local]:
             tell({"note": "making certificates"})
             kits = engine.make_kits(folder / "kits", "localhost", engine.free_port(), names)
             tell({"note": f"starting a server and {sites} sites"})
-            processes["localhost"] = engine.start_server(kits["localhost"])
+            allowed = tomli_w.dumps({"allow": {"problems": list(allow)}})
+            owned = kits["localhost"] / "owner.toml"
+            owned.write_text(allowed, encoding="utf-8")
+            processes["localhost"] = engine.start_server(kits["localhost"], owned)
             for name, first, end in zip(names, ends, ends[1:], strict=False):
                 file = kits[name] / "site.toml"
-                file.write_text(f"[data]\nshare = [{first}, {end - first}]\n")
+                data = f"[data]\nshare = [{first}, {end - first}]\n\n"
+                file.write_text(data + allowed, encoding="utf-8")
                 processes[name] = engine.start_site(kits[name], file)
             admin = engine.Admin(kits[engine.ADMIN])
             try:
@@ -86,12 +96,22 @@ def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, 
     if not 1 <= sites <= fewest:
         raise InvalidInput(f"{fewest} clients cannot be dealt to {sites} sites.")
     status = "finished"
-    with local_federation(fewest, sites, tell) as federation:
+    own = _imports(experiment.resolved)
+    with local_federation(fewest, sites, tell, own) as federation:
         try:
             run_on(federation, experiment, "local", tell)
         except KeyboardInterrupt:
             status = "interrupted"
         return saved_runs(experiment, federation.home("local")), status
+
+
+def _imports(table: Any) -> list[str]:
+    """What an experiment names of other packages; its user may run that on this machine."""
+    if not isinstance(table, dict):
+        return []
+    found = [name for value in table.values() for name in _imports(value)]
+    kind = table.get("kind")
+    return [*found, kind] if isinstance(kind, str) and ":" in kind else found
 
 
 def run_on(federation: Local, experiment: Experiment, run: str, tell: Tell) -> Runs:
@@ -144,7 +164,7 @@ def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, b
     told = rounds = 0
     lost: dict[str, float] = {}
     began = heard = time.monotonic()
-    look_again, over = 0.0, False
+    look_again, over, patience = 0.0, False, STARTING
     while True:
         try:
             if time.monotonic() > look_again:
@@ -157,8 +177,8 @@ def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, b
             patiently(admin.sites, tell)
             news = None
         if news is not None:
-            heard = time.monotonic()
-        elif time.monotonic() > heard + GONE:
+            heard, patience = time.monotonic(), GONE
+        elif time.monotonic() > heard + patience:
             over = True  # a server that was away says for ever that its old job runs
         for entry in news or []:
             tell(entry)

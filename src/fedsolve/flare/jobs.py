@@ -6,6 +6,7 @@ it from what is installed with them.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -111,6 +112,7 @@ class Coordinator:
         experiment = built(self._text)
         home = Path(os.environ[HOME], "runs", self._run)
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = _locked(home / "lock")
         kept = home / "experiment.json"
         if kept.exists() and json.loads(kept.read_text()) != experiment.resolved:
             raise InvalidInput(f"{self._run} is another experiment's run; choose another name.")
@@ -182,6 +184,16 @@ class Coordinator:
         end = time.monotonic() + seconds
         while self._heard < len(self._news) and time.monotonic() < end:
             time.sleep(0.05)
+
+
+def _locked(path: Path) -> Any:
+    """A run belongs to one job at a time, whatever the administrator's machine believes."""
+    file = open(path, "w")  # noqa: SIM115 (held until the process ends)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise TooFew("another job still has this run") from None
+    return file
 
 
 class Calls:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Key, PyTree
 from fedsolve.algorithm import Algorithm
 from fedsolve.compression import Packet
 from fedsolve.federation import Federation, Flags, Question, State
-from fedsolve.flare.site import START, write
+from fedsolve.flare.site import ANY, START, write
 from fedsolve.flare.wire import (
     Protocol,
     Refused,
@@ -41,7 +41,6 @@ class TooFew(Exception):
     """Fewer answers than the quorum: the round does not count and will be asked again."""
 
 
-ANY = 2**40  # what this machine wrote itself may be of any size
 Transport = Callable[[dict[str, bytes]], Mapping[str, bytes | Exception]]  # to sites, and back
 
 

@@ -13,8 +13,10 @@ import functools
 import hashlib
 import json
 import os
+import struct
 import threading
 import types
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,13 @@ from fedsolve.flare.wire import (
     take,
 )
 from fedsolve.problem import Problem
-from fedsolve.samples import Samples
 from fedsolve.simulation import client_values
 from fedsolve.solving import numbers_on_device, precision_of
 
 MOST_CLIENTS = 10_000_000
+EXCHANGES = 1000  # more than a round can have
+ANY = 2**40  # what this machine wrote itself may be of any size
+HEADER = struct.Struct("<QI")  # a record's length and checksum
 START = "start"  # the name of w before anything was published
 
 
@@ -53,6 +57,63 @@ def write(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+class Journal:
+    """Answers on disk, one after the other: a base, and what was appended since. One write to the
+    disk for each answer; what was cut short at the end was never answered."""
+
+    def __init__(self, home: Path):
+        self._home = home
+        numbers = [int(path.stem.split("-")[1]) for path in home.glob("base-*.safetensors")]
+        self._number = max(numbers, default=0)
+        self._length = 0
+
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        """The base, if there is one, and the records after it."""
+        base = self._path("base", ".safetensors")
+        path, records = self._path("answers", ".log"), []
+        data = path.read_bytes() if path.exists() else b""
+        while len(data) >= self._length + HEADER.size:
+            size, checksum = HEADER.unpack_from(data, self._length)
+            start = self._length + HEADER.size
+            record = data[start : start + size]
+            if len(record) < size or zlib.crc32(record) != checksum:
+                break
+            records.append(record)
+            self._length = start + size
+        with open(path, "ab") as file:
+            file.truncate(self._length)
+        self._file = open(path, "ab")  # noqa: SIM115 (held as long as the site runs)
+        return base.read_bytes() if base.exists() else None, records
+
+    def __del__(self):
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def append(self, record: bytes) -> None:
+        self._file.write(HEADER.pack(len(record), zlib.crc32(record)))
+        self._file.write(record)
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self._length += HEADER.size + len(record)
+
+    def is_long(self, states: int) -> bool:
+        """Whether a new base would be shorter than going on."""
+        return self._length > 2**24 + 4 * states
+
+    def restart(self, base: bytes) -> None:
+        """Begins anew from a base that has everything."""
+        old = [self._path("base", ".safetensors"), self._path("answers", ".log")]
+        self._number, self._length = self._number + 1, 0
+        write(self._path("base", ".safetensors"), base)
+        self._file.close()
+        self._file = open(self._path("answers", ".log"), "ab")  # noqa: SIM115
+        for path in old:
+            path.unlink(missing_ok=True)
+
+    def _path(self, name: str, suffix: str) -> Path:
+        return self._home / f"{name}-{self._number}{suffix}"
 
 
 class Share:
@@ -82,7 +143,12 @@ class Share:
         self._w, self._w_name = np.asarray(w), START
         self._settled, self._round = -1, -1
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
-        self._load()
+        self._journal = Journal(home)
+        base, records = self._journal.load()
+        if base is not None:
+            self._restore(base)
+        for record in records:
+            self._replay(record)
 
     def answer(self, data: bytes) -> bytes:
         """The answer to a question; one that cannot be answered gets its reason."""
@@ -141,15 +207,17 @@ class Share:
         ).hexdigest()
         known = self._log.get(number)
         if known is None or known.digest != digest:
-            states = self._before(number, used)
-            rows = jax.tree.map(lambda leaf: leaf[local], states)
+            rows = jax.tree.map(lambda leaf: leaf[local], self._before(number, used))
             moved, reply = self._compute(number, round, clients, local, rows, message)
             told = {"status": "ok", "round": round, "exchange": number}
-            known = _Entry(digest, local, moved, encode(told, {"reply": reply}))
-            for later in [n for n in self._log if n >= number]:
-                self._forget(later)
-            self._round = round
-            self._keep(number, known)
+            entry = _Entry(digest, local, moved, encode(told, {"reply": reply}))
+            kept = {"round": round, "number": number, "settled": head["settled"], "digest": digest}
+            arrays = {"local": local, "rows": moved, "reply": np.frombuffer(entry.reply, np.uint8)}
+            self._journal.append(encode(kept, arrays))
+            self._keep(round, number, entry)
+            if self._journal.is_long(size_of(self._states)):
+                self._journal.restart(self._everything())
+            return entry.reply
         return known.reply
 
     def _compute(
@@ -159,25 +227,20 @@ class Share:
         size = len(local)
         padded = min(1 << (size - 1).bit_length(), self._count)
         index = np.append(np.arange(size), np.zeros(padded - size, int))
-        samples = jax.tree.map(lambda leaf: leaf[local[index]], self._problem.samples)
-        rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[index]), rows)
         moved, reply = _run(
-            self._problem_without_samples(),
+            self._problem,
             self._algorithm,
             number,
             self._protocol.exchanges[number].method,
-            jnp.asarray(self._w),
-            jnp.int32(round),
+            self._w,
+            np.int32(round),
             self._seed,
-            jnp.asarray(clients[index], jnp.int32),
-            samples,
-            rows,
-            jax.tree.map(jnp.asarray, message),
+            clients[index].astype(np.int32),
+            local[index].astype(np.int32),
+            jax.tree.map(lambda leaf: leaf[index], rows),
+            message,
         )
-        return jax.tree.map(lambda leaf: np.asarray(leaf[:size]), (moved, reply))
-
-    def _problem_without_samples(self) -> Problem:
-        return eqx.tree_at(lambda p: p.samples, self._problem, None)
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[:size], (moved, reply))
 
     def _catch_up(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
         """Brings w to where the server says it is; False if what was sent does not lead there."""
@@ -198,26 +261,22 @@ class Share:
                 here = [*names, want][position + 1]
         if here != want:
             return False
-        if here != self._w_name:
-            self._w, self._w_name = w, here
-            write(self._home / "w.safetensors", encode({"name": here}, {"w": w}))
+        self._w, self._w_name = w, here
         return True
 
     def _settle(self, round: int, settled: Any) -> None:
         """Keeps what the server used of the last round in which this site was heard."""
         if not isinstance(settled, list) or len(settled) != 2 or type(settled[0]) is not int:
             raise Refused("it does not say what is settled")
-        last, used = settled[0], _numbers(settled[1], len(self._protocol.exchanges))
+        last, used = settled[0], _numbers(settled[1], EXCHANGES)
         if self._round == round:
             return  # asked again, or the next exchange: nothing of this round is settled yet
         if last > self._settled:
             if self._round != last or any(number not in self._log for number in used):
                 raise Refused(f"this site has lost its answers of round {last}")
-            self._states = self._before(len(self._protocol.exchanges), used)
+            self._states = self._before(EXCHANGES, used)
             self._settled = last
-            self._save()
-        for number in list(self._log):
-            self._forget(number)
+        self._log.clear()
 
     def _before(self, number: int, used: list[int]) -> PyTree:
         """The clients' states before an exchange: the base, and what was used of this round."""
@@ -229,41 +288,41 @@ class Share:
                 states = jax.tree.map(put, states, entry.rows)
         return states
 
-    # On disk
+    def _keep(self, round: int, number: int, entry: _Entry) -> None:
+        """The answer stands in the place of any earlier one, and of those that followed it."""
+        self._log = {n: e for n, e in self._log.items() if n < number} | {number: entry}
+        self._round = round
 
-    def _save(self) -> None:
-        head = {"settled": self._settled}
-        write(self._home / "base.safetensors", encode(head, {"states": self._states}))
+    # What the disk knows
 
-    def _keep(self, number: int, entry: _Entry) -> None:
-        head = {"round": self._round, "digest": entry.digest, "local": entry.local.tolist()}
-        reply = np.frombuffer(entry.reply, np.uint8)
-        path = self._home / f"answer-{number}.safetensors"
-        write(path, encode(head, {"rows": entry.rows, "reply": reply}))
-        self._log[number] = entry
+    def _replay(self, record: bytes) -> None:
+        """An answer from the journal, with all that came with it."""
+        head, arrays = decode(record, ANY)
+        self._settle(head["round"], head["settled"])
+        self._keep(head["round"], head["number"], self._entry(head["digest"], arrays))
 
-    def _forget(self, number: int) -> None:
-        (self._home / f"answer-{number}.safetensors").unlink(missing_ok=True)
-        self._log.pop(number, None)
+    def _everything(self) -> bytes:
+        """For a new journal to begin with."""
+        head = {"settled": self._settled, "round": self._round}
+        head["log"] = {str(number): entry.digest for number, entry in self._log.items()}
+        arrays: dict[str, PyTree] = {"states": self._states}
+        for number, entry in self._log.items():
+            reply = np.frombuffer(entry.reply, np.uint8)
+            parts = {"local": entry.local, "rows": entry.rows, "reply": reply}
+            arrays |= {f"{number}.{name}": tree for name, tree in parts.items()}
+        return encode(head, arrays)
 
-    def _load(self) -> None:
-        most = 2**40  # what this machine wrote itself may be of any size
-        if (path := self._home / "base.safetensors").exists():
-            head, arrays = decode(path.read_bytes(), most)
-            self._settled = head["settled"]
-            self._states = take(arrays, "states", self._client, rows=self._count)
-        if (path := self._home / "w.safetensors").exists():
-            head, arrays = decode(path.read_bytes(), most)
-            self._w, self._w_name = np.asarray(take(arrays, "w", self._protocol.w)), head["name"]
-        for path in sorted(self._home.glob("answer-*.safetensors")):
-            head, arrays = decode(path.read_bytes(), most)
-            local = np.asarray(head["local"], np.int64)
-            rows = take(arrays, "rows", self._client, rows=len(local))
-            reply = arrays["reply.0"].tobytes()
-            if head["round"] > self._settled:
-                self._round = head["round"]
-                number = int(path.stem.removeprefix("answer-"))
-                self._log[number] = _Entry(head["digest"], local, rows, reply)
+    def _restore(self, base: bytes) -> None:
+        head, arrays = decode(base, ANY)
+        self._settled, self._round = head["settled"], head["round"]
+        self._states = take(arrays, "states", self._client, rows=self._count)
+        for number, digest in head["log"].items():
+            self._log[int(number)] = self._entry(digest, arrays, f"{number}.")
+
+    def _entry(self, digest: str, arrays: dict[str, np.ndarray], prefix: str = "") -> _Entry:
+        local = arrays[f"{prefix}local.0"]
+        rows = take(arrays, f"{prefix}rows", self._client, rows=len(local))
+        return _Entry(digest, local, rows, arrays[f"{prefix}reply.0"].tobytes())
 
 
 class _Entry(types.SimpleNamespace):
@@ -283,10 +342,11 @@ def _run(
     round: Any,
     seed: Any,
     clients: Any,
-    samples: Samples,
+    local: Any,
     rows: PyTree,
     message: PyTree,
 ) -> tuple[PyTree, PyTree]:
+    samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
     fed = types.SimpleNamespace(
         _problem=problem, w=w, round=round, _key=key, exchanges=[None] * number

@@ -74,7 +74,8 @@ def scaled(states: States) -> States:
 
 
 def policy(layers: list[dict], states: States) -> trpo.Normal:
-    """The distribution of the action; the force is 10 times the action, held within ±10."""
+    """The distribution of the action, of standard deviation e^−3 to e; the force is 10 times the
+    action, held within ±10."""
     mean, log_std = jnp.moveaxis(trpo.forward(layers, scaled(states)), -1, 0)
     return mean, jnp.clip(log_std, -3, 1)
 
@@ -187,7 +188,8 @@ class Agent(Client):
         self, w: Float[Array, " d"], sigma: Any, focus: PyTree = None, key: Any = None
     ) -> Float[Array, " d"]:
         """From the steps that this round's `measure` drew; 0 if its reply was lost, and the steps
-        with it."""
+        with it. At another w than theirs (after local steps) they are weighted by how much more
+        likely its policy makes them."""
         batch = self.memory.batch
         return jnp.where(batch.round == self.round, 1, 0) * self._problem.descent(w, batch, sigma)
 
