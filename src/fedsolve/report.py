@@ -87,9 +87,12 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
 
 def _of_clients(values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
     """Whether there is one for each client, and not for each of a drawn cohort."""
+    if values.ndim != 2:
+        return False
     cohort = others.get("cohort")
-    drawn = cohort is not None and cohort.max(initial=0) >= cohort.shape[1]
-    return values.ndim == 2 and not (drawn and values.shape[1] == cohort.shape[1])
+    if cohort is None or cohort.max(initial=0) < cohort.shape[1]:  # everyone, every time
+        return True
+    return values.shape[1] != cohort.shape[1]
 
 
 def _by_client(name: str, values: np.ndarray, rounds: np.ndarray) -> dict[str, Any]:
