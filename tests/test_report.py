@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import fedsolve as fs
 from fedsolve.report import report
+from test_cli import fedsolve  # noqa: F401
 
 HOSTILE = '</script><script>document.title="bad"</script><img src=x onerror=alert(1)>&lt;'
 ROUNDS, CLIENTS = 450, 5
@@ -141,3 +142,12 @@ def test_it_renders_in_a_browser(page, folder):
     expected = last[["seed", "round", "objective", "constraint"]].to_numpy()
     np.testing.assert_array_equal(np.array(shown).reshape(4, -1)[:, :4].astype(float), expected)
     assert "differs" in [a.get("class") for tag, a in dom.tags if tag == "tr"]
+
+
+def test_the_command_writes_the_page(fedsolve, folder, tmp_path):  # noqa: F811
+    status, told, _ = fedsolve("report", folder, "-o", "page.html")
+    assert (status, "Written to page.html" in told) == (0, True)
+    assert len(embedded(tmp_path / "page.html")) == 2
+    status, _, told = fedsolve("report", "nothing")
+    assert status == 2
+    assert "nothing is no folder of a finished run" in told
