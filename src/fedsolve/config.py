@@ -186,8 +186,10 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm", allowed
         )
         cells[variant] = (problem, algorithm)
-        if not variant or not (resolved.keys() & {"problem"}):
+        if not changes:  # variants change what is here: it must not be one of the changed
             resolved |= {"problem": problem_table, "algorithm": algorithm_table}
+    if "problem" not in resolved:
+        resolved |= {key: config[key] for key in ("problem", "algorithm") if key in config}
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
