@@ -68,13 +68,26 @@ ALGORITHMS = {
     "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
-every_algorithm = pytest.mark.parametrize(  # an algorithm's tests in one process: it compiles less
-    "algorithm",
-    [
-        pytest.param(a, id=name, marks=pytest.mark.xdist_group(name))
-        for name, a in ALGORITHMS.items()
-    ],
-)
+# One of each kind. The costliest tests run for these; for the others they are `slow`.
+KINDS = ("FedSGM soft, Top-K both ways", "SCAFFOLD", "PPBC+", "FedADMM, Top-K", "IncentFedAvg")
+
+
+def every_algorithm(test, costly=False):
+    """An algorithm's tests run in one process, where they share what is compiled."""
+    cases = [
+        pytest.param(
+            algorithm,
+            id=name,
+            marks=[pytest.mark.xdist_group(name)]
+            + ([pytest.mark.slow] if costly and name not in KINDS else []),
+        )
+        for name, algorithm in ALGORITHMS.items()
+    ]
+    return pytest.mark.parametrize("algorithm", cases)(test)
+
+
+def every_algorithm_costly(test):
+    return every_algorithm(test, costly=True)
 
 
 def number(algorithm):
@@ -124,7 +137,7 @@ def at_first_all(round, exchange, clients):
     return (round < 2) | sometimes(round, exchange, clients)
 
 
-@every_algorithm
+@every_algorithm_costly
 def test_all_runtimes_agree(algorithm):
     """With all replies in the first rounds, and with missing ones in the others."""
     problem = examples.least_squares()
@@ -218,7 +231,7 @@ def test_a_checkpoint_continues_to_the_same_bits(algorithm, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@every_algorithm
+@every_algorithm_costly
 def test_a_sweep_is_its_runs(algorithm):
     problem, name = examples.least_squares(), number(algorithm)
     swept = fs.sweep(
