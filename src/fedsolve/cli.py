@@ -1,4 +1,4 @@
-"""The command line: `fedsolve run`, `list`, `show`, `deploy`."""
+"""The command line: `fedsolve run`, `list`, `show`, `report`, `deploy`."""
 
 from __future__ import annotations
 
@@ -205,6 +205,20 @@ def _run(
 
 def _tell(message: Warning | str, *_: Any) -> None:
     err.print("Warning:", str(message), style="yellow", markup=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    path: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Makes one page of runs, with charts, that needs nothing else."""
+    from fedsolve.report import report as write
+
+    write(folders, path)
+    out.print(f"Written to {path}", markup=False, soft_wrap=True)
 
 
 @app.command()
