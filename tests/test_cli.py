@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -248,19 +249,17 @@ def test_wrong_usage_gets_a_sentence_and_status_2(fedsolve, tmp_path, words, sen
 def test_ctrl_c_saves_the_run(tmp_path):
     command = [sys.executable, "-m", "fedsolve", "run", "neyman-pearson", "--rounds", "10000000"]
     process = subprocess.Popen(
-        [*command, "--out", "x"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--checkpoint-every", "100", "--out", "x"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    deadline = 60
-    while not (tmp_path / "x/run.json").exists() and deadline:
-        deadline -= 1
-        try:
-            process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            continue
-    try:
-        process.wait(timeout=8)  # it compiles, then runs
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "x/checkpoints/run-0").exists():  # it compiles, then runs
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     facts = json.loads((tmp_path / "x/run.json").read_text())

@@ -68,7 +68,26 @@ ALGORITHMS = {
     "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+# One of each kind. The costliest tests run for these; for the others they are `slow`.
+KINDS = ("FedSGM soft, Top-K both ways", "SCAFFOLD", "PPBC+", "FedADMM, Top-K", "IncentFedAvg")
+
+
+def every_algorithm(test, costly=False):
+    """An algorithm's tests run in one process, where they share what is compiled."""
+    cases = [
+        pytest.param(
+            algorithm,
+            id=name,
+            marks=[pytest.mark.xdist_group(name)]
+            + ([pytest.mark.slow] if costly and name not in KINDS else []),
+        )
+        for name, algorithm in ALGORITHMS.items()
+    ]
+    return pytest.mark.parametrize("algorithm", cases)(test)
+
+
+def every_algorithm_costly(test):
+    return every_algorithm(test, costly=True)
 
 
 def number(algorithm):
@@ -91,7 +110,7 @@ def assert_same(one, other, tolerance=0.0):
 def test_a_round_keeps_shapes_and_types(algorithm):
     problem = examples.least_squares().on_device()
     state = State.start(problem, algorithm, jax.random.key(0))
-    after, info = Simulation(problem, state).play(algorithm)
+    after, info = jax.eval_shape(lambda state: Simulation(problem, state).play(algorithm), state)
     assert jax.tree.structure(state) == jax.tree.structure(after)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -110,10 +129,19 @@ def test_same_seed_same_bits_and_another_seed_another_run(algorithm):
     assert not np.array_equal(one.history["objective"], other.history["objective"])
 
 
-@every_algorithm
+def sometimes(round, exchange, clients):
+    return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
+
+
+def at_first_all(round, exchange, clients):
+    return (round < 2) | sometimes(round, exchange, clients)
+
+
+@every_algorithm_costly
 def test_all_runtimes_agree(algorithm):
+    """With all replies in the first rounds, and with missing ones in the others."""
     problem = examples.least_squares()
-    options = {"rounds": 6, "seed": 1, "precision": "float64"}
+    options = {"rounds": 5, "seed": 1, "precision": "float64", "arrivals": at_first_all}
     compiled = fs.solve(problem, algorithm, **options)
     assert_same(compiled, fs.solve(problem, algorithm, runtime="debug", **options), 1e-10)
     assert_same(compiled, fs.solve(problem, algorithm, clients_at_once=2, **options), 1e-10)
@@ -155,10 +183,6 @@ def test_works_with_one_client(algorithm):
 @every_algorithm
 def test_survives_missing_replies(algorithm):
     """A client's state moves if and only if its reply arrived; with none at all, nothing does."""
-
-    def sometimes(round, exchange, clients):
-        return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
-
     problem = examples.least_squares()
     run = fs.solve(problem, algorithm, rounds=40, arrivals=sometimes)
     assert np.isfinite(run.history["objective"]).all()
@@ -182,17 +206,6 @@ def test_survives_missing_replies(algorithm):
 
 
 @every_algorithm
-def test_missing_replies_are_the_same_in_every_runtime(algorithm):
-    def sometimes(round, exchange, clients):
-        return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
-
-    options = {"rounds": 6, "seed": 1, "precision": "float64", "arrivals": sometimes}
-    problem = examples.least_squares()
-    compiled = fs.solve(problem, algorithm, **options)
-    assert_same(compiled, fs.solve(problem, algorithm, runtime="debug", **options), 1e-10)
-
-
-@every_algorithm
 def test_history_is_finite_and_complete(algorithm):
     history = fs.solve(examples.least_squares(), algorithm, rounds=25).history
     for name in ("objective", "constraint", "bytes_up", "bytes_down"):
@@ -207,25 +220,18 @@ def test_history_is_finite_and_complete(algorithm):
 
 
 @every_algorithm
-def test_a_saved_state_continues_to_the_same_bits(algorithm):
-    problem = examples.least_squares()
+def test_a_checkpoint_continues_to_the_same_bits(algorithm, tmp_path):
+    problem, file = examples.least_squares(), tmp_path / "checkpoint"
     whole = fs.solve(problem, algorithm, rounds=20, seed=2)
-    half = fs.solve(problem, algorithm, rounds=9, seed=2)
-    leaves, structure = jax.tree.flatten(half.state)
-    saved = [np.array(leaf).tobytes() for leaf in leaves]  # plain bytes: nothing hides in it
-    loaded = structure.unflatten(
-        np.frombuffer(raw, leaf.dtype).reshape(leaf.shape)
-        for raw, leaf in zip(saved, leaves, strict=True)
-    )
-    rest = fs.solve(problem, algorithm, rounds=20, seed=2, resume=loaded)
-    np.testing.assert_array_equal(rest.history["round"], np.arange(10, 21))
+    fs.solve(problem, algorithm, rounds=9, seed=2, checkpoint=file)
+    rest = fs.solve(problem, algorithm, rounds=20, seed=2, resume=file)
     for name, values in whole.history.items():
-        np.testing.assert_array_equal(rest.history[name], values[9:], err_msg=name)
+        np.testing.assert_array_equal(rest.history[name], values, err_msg=name)
     for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(rest.state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@every_algorithm
+@every_algorithm_costly
 def test_a_sweep_is_its_runs(algorithm):
     problem, name = examples.least_squares(), number(algorithm)
     swept = fs.sweep(

@@ -89,6 +89,11 @@ def test_the_fedadmm_page_runs(capsys):
     assert communications == 2 * averagings < 200
 
 
+def test_the_page_on_runs_works():
+    (example,) = blocks("docs/runs.md")
+    exec(example, {})
+
+
 @examples.needs_data("cifar10")
 def test_the_page_on_images_works(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ from fedsolve import config
 from fedsolve.flare import engine
 from fedsolve.flare.deploy import check_certificate, check_welcome, local_federation, run_on
 from fedsolve.flare.jobs import OWNER, built
-from test_conformance import ALGORITHMS
+from test_conformance import ALGORITHMS, KINDS
 
 pytestmark = [
     pytest.mark.xdist_group("flare"),
@@ -103,17 +103,24 @@ def assert_same(run, expected):
         )
 
 
-def test_a_real_federation_follows_the_simulation(federation):
-    """Every algorithm of the conformance list, all in one job."""
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(KINDS, id="one of each kind"),
+        pytest.param(tuple(ALGORITHMS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_federation_follows_the_simulation(federation, names):
+    """All in one job."""
     table = {
         "problem": {"kind": "examples:least_squares"},
         "algorithm": {"kind": "deployed:algorithm", "name": "FedSGM hard"},
         "run": {"rounds": 20, "precision": "float64"},
-        "variants": {name: {"algorithm.name": name} for name in ALGORITHMS},
+        "variants": {name: {"algorithm.name": name} for name in names},
     }
     wanted = config.resolve("same", table)
-    runs = run_on(federation, wanted, "same", lambda news: None)
-    assert list(runs) == list(ALGORITHMS)
+    runs = run_on(federation, wanted, f"same-{len(names)}", lambda news: None)
+    assert list(runs) == list(names)
     for variant, (run,) in runs.items():
         assert_same(run, simulated(wanted, variant))
 

@@ -1,13 +1,16 @@
-"""The command line: `fedsolve run`, `list`, `show`, `deploy`."""
+"""The command line: `fedsolve run`, `list`, `show`, `report`, `deploy`."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import shlex
 import signal
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich import box
@@ -15,6 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedsolve.errors import InvalidInput
+from fedsolve.signals import Flag
+
+if TYPE_CHECKING:
+    from fedsolve.config import Experiment
 
 app = typer.Typer(
     name="fedsolve",
@@ -92,55 +99,126 @@ def show(name: Name, set: Set = None) -> None:
 
 @app.command()
 def run(
-    name: Name,
+    name: Annotated[
+        str | None, typer.Argument(help="An experiment (see `fedsolve list`) or a TOML file.")
+    ] = None,
     set: Set = None,
     rounds: Annotated[int | None, typer.Option(help="How many rounds.")] = None,
     seed: Annotated[int | None, typer.Option(help="The seed (one run of each variant).")] = None,
     out_dir: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="A new folder for the results.")
     ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(metavar="ROUNDS", help="Save so often; by default every half minute."),
+    ] = None,
 ) -> None:
-    """Runs an experiment and writes its folder."""
-    changes = list(set or [])
-    changes += [f"run.rounds={rounds}"] if rounds is not None else []
-    experiment = _experiment(name, changes, seed)
+    """Runs an experiment and writes its folder; or goes on with one that was stopped."""
+    with Flag(signal.SIGINT, signal.SIGTERM) as stopped, warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = _tell
+        changes = list(set or [])
+        changes += [f"run.rounds={rounds}"] if rounds is not None else []
+        if resume is None:
+            experiment = _experiment(_needed(name, "an experiment, or --resume DIR"), changes, seed)
+        elif name is not None or set or seed is not None or out_dir is not None:
+            raise InvalidInput("--resume DIR goes on with what DIR has; only --rounds may change.")
+        elif not Path(resume, "config.toml").is_file():
+            raise InvalidInput(f"{resume} is no folder of a run: it has no config.toml.")
+        else:
+            experiment = _experiment(str(Path(resume, "config.toml")), changes)
+            experiment = dataclasses.replace(experiment, name=Path(resume).resolve().name)
+        _run(experiment, out_dir, resume, checkpoint_every, stopped)
 
+
+def _run(
+    experiment: Experiment,
+    out_dir: str | None,
+    resume: str | None,
+    checkpoint_every: int | None,
+    stopped: Flag,
+) -> None:
     import fedsolve as fs
-    from fedsolve.folder import new_folder, save
+    from fedsolve import checkpoints
+    from fedsolve.fields import check_count
+    from fedsolve.folder import begin, checkpoint_of, new_folder, save
     from fedsolve.simulation import keep_compiled_programs
     from fedsolve.solving import check_run
 
     for problem, algorithm in experiment.cells.values():
         check_run(problem, algorithm, **experiment.options)
-    folder = new_folder(out_dir, experiment.name)
+    if checkpoint_every is not None:
+        check_count("--checkpoint-every", checkpoint_every)
+    saved: dict[int, checkpoints.Checkpoint] = {}
+    if resume is None:
+        folder = new_folder(out_dir, experiment.name)
+    else:
+        folder = Path(resume)
+        checkpoints.check_writable(folder)
+        for number in range(len(experiment.runs)):
+            if checkpoints.exists(place := checkpoint_of(folder, number)):
+                saved[number] = checkpoints.load(place)
+                done, wanted = saved[number].round, experiment.options["rounds"]
+                if done > wanted:
+                    raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
+    begin(folder, experiment.resolved)
     cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     keep_compiled_programs(Path(cache, "fedsolve", "programs"))
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
     status, message, code = "finished", "", 0
     try:
-        for variant, (problem, algorithm) in experiment.cells.items():
-            for each in experiment.seeds:
-                label = f"{variant or experiment.name}, seed {each}"
-                with Progress(label, experiment.options["rounds"]) as progress:
-                    runs[variant].append(
-                        fs.solve(
-                            problem, algorithm, seed=each, progress=progress, **experiment.options
-                        )
-                    )
+        for number, (variant, each) in enumerate(experiment.runs):
+            label = f"{variant or experiment.name}, seed {each}"
+            with Progress(label, experiment.options["rounds"]) as progress:
+                done = fs.solve(
+                    *experiment.cells[variant],
+                    seed=each,
+                    progress=progress,
+                    interrupted=stopped,
+                    checkpoint=checkpoint_of(folder, number),
+                    checkpoint_every=checkpoint_every,
+                    resume=saved.pop(number, None),
+                    **experiment.options,
+                )
+                runs[variant].append(done)
     except (fs.Diverged, fs.Interrupted) as stop:
         runs[next(v for v, group in runs.items() if len(group) < len(experiment.seeds))].append(
             stop.run
         )
         status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
-        message, code = str(stop), 1 if isinstance(stop, fs.Diverged) else 130
+        message, code = str(stop), 1 if stopped.caught is None else 128 + stopped.caught
     out.print(closing_table(runs))
     try:
         save(folder, runs, experiment.resolved, status, message)
     except OSError as error:
         fail(f"Cannot write to {folder}: {error.strerror}.", 1)
     out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
+    if status == "interrupted":
+        command = f"fedsolve run --resume {shlex.quote(str(folder))}"
+        out.print(f"To go on: {command}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)
+
+
+def _tell(message: Warning | str, *_: Any) -> None:
+    err.print("Warning:", str(message), style="yellow", markup=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    path: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Makes one page of runs, with charts, that needs nothing else."""
+    from fedsolve.report import report as write
+
+    write(folders, path)
+    out.print(f"Written to {path}", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -149,7 +149,7 @@ def override(config: dict[str, Any], assignment: str) -> dict[str, Any]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
-    return _with(config, key.strip(), value)
+    return with_key(config, key.strip(), value)
 
 
 def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Experiment:
@@ -177,7 +177,7 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
             raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
         changed = config
         for key, value in changes.items():
-            changed = _with(changed, key, value)
+            changed = with_key(changed, key, value)
         described = _table(changed, "problem", "")
         if (known := repr(described)) not in problems:  # variants mostly share one
             problems[known] = _problem(described, allowed)
@@ -186,8 +186,10 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm", allowed
         )
         cells[variant] = (problem, algorithm)
-        if not variant or not (resolved.keys() & {"problem"}):
+        if not changes:  # variants change what is here: it must not be one of the changed
             resolved |= {"problem": problem_table, "algorithm": algorithm_table}
+    if "problem" not in resolved:
+        resolved |= {key: config[key] for key in ("problem", "algorithm") if key in config}
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
@@ -299,7 +301,8 @@ def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     return config[key]
 
 
-def _with(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The configuration with that dotted key set."""
     changed = copy.deepcopy(config)
     *path, last = key.split(".")
     table = changed

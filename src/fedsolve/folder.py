@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 import tomli_w
-from safetensors.numpy import save_file
+from safetensors.numpy import save as as_safetensors
 
+from fedsolve.checkpoints import write_atomically
 from fedsolve.errors import InvalidInput
 from fedsolve.plots import plot, tradeoff
 from fedsolve.runs import Run, tidy
@@ -40,14 +41,50 @@ def new_folder(wanted: str | None, name: str) -> Path:
     return path
 
 
+def begin(path: Path, config: dict[str, Any]) -> None:
+    """Says what is being run, for whoever finds the folder of a run that was killed."""
+    write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
+    write_atomically(path / "run.json", _json({"status": "running", **_facts()}))
+
+
+def checkpoint_of(path: Path, number: int) -> Path:
+    """Where a folder's run of that number keeps its checkpoints."""
+    return path / "checkpoints" / f"run-{number}"
+
+
 def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: str = "") -> None:
     """Writes everything there is to keep of these runs."""
-    (path / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
     facts = {
         "status": status,
         "message": message,
         "rounds": {_name(v, run): run.rounds for v, all in runs.items() for run in all},
         "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
+        **_facts(),
+    }
+    write_atomically(path / "run.json", _json(facts))
+    labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
+    if not labelled:
+        return
+    table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
+    write_atomically(path / "history.csv", table.to_csv(index=False).encode())
+    arrays, wide = {}, {}
+    for variant, run in labelled:
+        name = _name(variant, run)
+        arrays |= _named(f"{name}/params", run.params)
+        if run.average is not None:
+            arrays |= _named(f"{name}/average", run.average)
+        wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
+    write_atomically(path / "params.safetensors", as_safetensors(arrays))
+    if wide:
+        write_atomically(path / "history.safetensors", as_safetensors(wide))
+    plot(runs, path / "plot.png")
+    if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
+        tradeoff({v: all for v, all in runs.items() if all}, path / "trade-off.png")
+
+
+def _facts() -> dict[str, Any]:
+    return {
         "command": " ".join(["fedsolve", *sys.argv[1:]]),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -57,26 +94,10 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
             for name in ("fedsolve", "jax", "jaxlib", "equinox", "numpy", "scikit-learn")
         },
     }
-    (path / "run.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
-    if not labelled:
-        return
-    tidy([({"variant": v} if v else {}, run) for v, run in labelled]).to_csv(
-        path / "history.csv", index=False
-    )
-    arrays, wide = {}, {}
-    for variant, run in labelled:
-        name = _name(variant, run)
-        arrays |= _named(f"{name}/params", run.params)
-        if run.average is not None:
-            arrays |= _named(f"{name}/average", run.average)
-        wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
-    save_file(arrays, path / "params.safetensors")
-    if wide:
-        save_file(wide, path / "history.safetensors")
-    plot(runs, path / "plot.png")
-    if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
-        tradeoff({v: all for v, all in runs.items() if all}, path / "trade-off.png")
+
+
+def _json(facts: dict[str, Any]) -> bytes:
+    return (json.dumps(facts, indent=2) + "\n").encode()
 
 
 def _name(variant: str, run: Run) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -16,11 +18,13 @@ from jaxtyping import Int, PyTree
 
 from fedsolve import debug
 from fedsolve.algorithm import Algorithm
+from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, load
 from fedsolve.errors import Diverged, Interrupted, InvalidInput
 from fedsolve.federation import Arrivals, Bytes, State
 from fedsolve.fields import check_count, check_kind
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
+from fedsolve.signals import Flag
 from fedsolve.simulation import (
     SLOTS,
     Follow,
@@ -46,9 +50,12 @@ def solve(
     precision: str | None = None,
     clients_at_once: int | None = None,
     arrivals: Arrivals | None = None,
-    resume: State | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: State | Checkpoint | str | Path | None = None,
     stop: Stop | None = None,
     progress: Callable[[int, int, History], None] | None = None,
+    interrupted: Callable[[], bool] | None = None,
     follow: Mapping[str, Any] | None = None,
 ) -> Run:
     """Runs the algorithm for that many rounds, or until a rule says that it is enough.
@@ -60,10 +67,14 @@ def solve(
     - `clients_at_once`: how many clients are computed together; by default all, or as many as the
       processor's cache holds where their data are large.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
-    - `resume`: the `state` of an earlier run, to go on from; `rounds` counts from the beginning.
+    - `checkpoint`: a file that keeps the run, whole, every half minute (or every
+      `checkpoint_every` rounds) and at its end; the one before is kept as well (`….before`).
+    - `resume`: what to go on from: a checkpoint's file, with which the run is as if it had never
+      stopped, or the `state` of an earlier run. `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
       name); it is looked at after every evaluation, and `run.rounds` says how many were done.
     - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
+    - `interrupted()`: asked about twice a second; True ends the run as Ctrl-C does.
     - `follow`: by name, functions of (problem, params) that see the whole problem, such as
       `fs.theory.skewness`; computed with the objective, inside the compiled program.
 
@@ -74,12 +85,47 @@ def solve(
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
     followed = as_follow(follow)
+    if checkpoint_every is not None:
+        check_count("checkpoint_every", checkpoint_every)
+    saved = load(resume) if isinstance(resume, str | Path) else resume
+    identity: dict[str, Any] = {}
+    if checkpoint is not None or isinstance(saved, Checkpoint):
+        identity = {
+            "problem": fingerprint(problem),
+            "algorithm": fingerprint(algorithm),
+            "seed": seed,
+            "evaluate_every": evaluate_every,
+            "precision": precision,
+            "follow": fingerprint(followed),
+        }
+    keeper = None
+    if checkpoint is not None:
+        place = Path(checkpoint)
+        if exists(place) and not (isinstance(saved, Checkpoint) and saved.of(place)):
+            raise InvalidInput(f"{place} exists; go on from it with resume, or choose another.")
+        keeper = Checkpoints(place, checkpoint_every, identity)
     began = time.perf_counter()
-    with precision_of(precision) as dtype:
+    with contextlib.ExitStack() as stack:
+        dtype = stack.enter_context(precision_of(precision))
+        if interrupted is None:
+            interrupted = stack.enter_context(_ctrl_c())
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         rule = as_device_array(stop, dtype)
         start = compiled_start(placed, tuned, jax.random.key(seed))
-        state = start if resume is None else _resumed(resume, start, rounds)
+        chunks: list[History] = []
+        if isinstance(saved, Checkpoint):
+            saved.check(identity)
+            state = saved.state(start)
+            if saved.round > rounds:
+                raise InvalidInput(f"{saved.path} has done {saved.round} of {rounds} rounds.")
+            began -= saved.seconds
+            if history := saved.history:
+                # A last evaluation between the others would not be there with more rounds.
+                kept = (history["round"] % evaluate_every == 0) | (history["round"] == rounds)
+                chunks.append({name: values[kept] for name, values in history.items()})
+        else:
+            state = start if saved is None else _resumed(saved, start, rounds)
+        ended = fingerprint(stop)  # how a checkpoint says that this rule ended the run
 
         def advance(state: State, spans: Spans) -> tuple[State, History, bool]:
             if runtime == "debug":
@@ -104,6 +150,11 @@ def solve(
             seconds = time.perf_counter() - began
             return Run.of(problem, algorithm, state, joined(chunks), seed, seconds)
 
+        def keep(state: State, stopped: bool = False) -> None:
+            if keeper is not None:
+                seconds = time.perf_counter() - began
+                keeper.write(state, joined(chunks), seconds, ended if stopped else "")
+
         def name(fault: _Fault, spans: Spans) -> str:
             if fault.quantity:
                 bad, _, _ = advance(state, _until(spans, fault.round))
@@ -115,32 +166,42 @@ def solve(
                 what = "w"
             return f"Round {fault.round}: {what} is not finite; a smaller step may help."
 
-        chunks: list[History] = []
-        kept = state, 0  # the last state, and how many chunks led to it: what Ctrl-C leaves
         spans = spans_of(int(state.round), rounds, evaluate_every)
+        if isinstance(saved, Checkpoint) and (saved.round == rounds or saved.stopped == ended):
+            return run(state, chunks)
         budget = 1  # rounds that fit into a chunk
-        try:
-            while len(spans):
-                now, rest = _split(spans, budget)
-                chunk_began = time.perf_counter()
-                after, entries, stopped = advance(state, now)
-                if fault := _first_fault(state, after, entries):
-                    if len(good := _until(now, fault.good)):
-                        last, entries, _ = advance(state, good)
-                        raise Diverged(name(fault, now), run(last, [*chunks, entries]))
-                    raise Diverged(name(fault, now), run(state, chunks))
-                chunks.append(entries)
-                state, spans = after, rest[:0] if stopped else rest
-                kept = state, len(chunks)
-                pace = (now[-1, 1] - now[0, 0]) / max(time.perf_counter() - chunk_began, 1e-9)
-                budget = max(int(SECONDS_A_CHUNK * pace), 1)
-                if progress is not None:
-                    progress(int(state.round), rounds, entries)
-        except KeyboardInterrupt:
-            state, count = kept
-            message = f"Stopped by the user after round {int(state.round)} of {rounds}."
-            raise Interrupted(message, run(state, chunks[:count])) from None
+        stopped = False
+        while len(spans):
+            if interrupted():
+                keep(state)
+                message = f"Stopped by the user after round {int(state.round)} of {rounds}."
+                raise Interrupted(message, run(state, chunks))
+            if keeper is not None:
+                budget = keeper.at_most(budget, int(state.round))
+            now, rest = _split(spans, budget)
+            chunk_began = time.perf_counter()
+            after, entries, stopped = advance(state, now)
+            if fault := _first_fault(state, after, entries):
+                if len(good := _until(now, fault.good)):
+                    last, entries, _ = advance(state, good)
+                    raise Diverged(name(fault, now), run(last, [*chunks, entries]))
+                raise Diverged(name(fault, now), run(state, chunks))
+            chunks.append(entries)
+            state, spans = after, rest[:0] if stopped else rest
+            pace = (now[-1, 1] - now[0, 0]) / max(time.perf_counter() - chunk_began, 1e-9)
+            budget = max(int(SECONDS_A_CHUNK * pace), 1)
+            if len(spans) and keeper is not None and keeper.due(int(state.round)):
+                keep(state)
+            if progress is not None:
+                progress(int(state.round), rounds, entries)
+        keep(state, stopped)
         return run(state, chunks)
+
+
+def _ctrl_c() -> Flag:
+    """Catches Ctrl-C, unless the program around has its own way with it."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return Flag(signal.SIGINT) if usual else Flag()
 
 
 def check_run(

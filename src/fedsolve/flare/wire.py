@@ -61,10 +61,14 @@ def decode(data: Any, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def take(
-    arrays: dict[str, np.ndarray], name: str, template: PyTree, rows: int | None = None
+    arrays: dict[str, np.ndarray],
+    name: str,
+    template: PyTree,
+    rows: int | None = None,
+    finite: bool = True,
 ) -> Any:
     """The tree of that name, if it is exactly what the template says (with so many rows in front),
-    and finite."""
+    and finite where that is asked for."""
     leaves, structure = jax.tree.flatten(template)
     found = []
     for number, leaf in enumerate(leaves):
@@ -76,7 +80,7 @@ def take(
         if array.shape != shape or array.dtype != _plain_type(dtype):
             raise Refused(f"{key} is {array.dtype}{array.shape}, not {dtype}{shape}")
         array = array.view(dtype)
-        if jnp.issubdtype(dtype, jnp.floating) and not np.isfinite(array).all():
+        if finite and jnp.issubdtype(dtype, jnp.floating) and not np.isfinite(array).all():
             raise Refused(f"{key} is not finite")
         found.append(array)
     return jax.tree.unflatten(structure, found)

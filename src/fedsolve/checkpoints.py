@@ -1,0 +1,248 @@
+"""Checkpoints: a run on disk, whole, so that it can go on to the same bits after a power cut.
+
+A file is one line with a checksum, then safetensors (state, history) with a head that says which
+run it is. It is written beside its place, forced to the disk and renamed; the one before is kept,
+for the day on which the newest is damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import State
+from fedsolve.flare import wire
+from fedsolve.runs import History
+
+FORMAT = 1
+MAGIC = b"fedsolve checkpoint "
+SECONDS = 30.0  # between checkpoints, where rounds are not counted;
+SHARE = 20  # but so many times what the last one took, so that they stay cheap
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What was read from a file."""
+
+    path: Path
+    head: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def round(self) -> int:
+        """How many rounds were done."""
+        return self.head["round"]
+
+    @property
+    def seconds(self) -> float:
+        """How long they took."""
+        return self.head["seconds"]
+
+    @property
+    def stopped(self) -> str:
+        """The rule that ended the run, as `fingerprint` has it; empty if none did."""
+        return self.head["stopped"]
+
+    @property
+    def history(self) -> History:
+        """One entry for each evaluated round."""
+        return {
+            name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
+            for name, dtype in self.head["history"].items()
+        }
+
+    def of(self, path: Path) -> bool:
+        """Whether it was read from there (or from the one before)."""
+        return self.path in (path, _before(path))
+
+    def check(self, identity: dict[str, Any]) -> None:
+        """Refuses to be another run's."""
+        version = _version()
+        if self.head["version"] != version:
+            raise InvalidInput(
+                f"{self.path} is of fedsolve {self.head['version']}, and this is {version}."
+            )
+        others = [name for name, value in identity.items() if self.head["run"].get(name) != value]
+        if others:
+            raise InvalidInput(f"{self.path} belongs to another run: {', '.join(others)} differ.")
+
+    def state(self, template: State) -> State:
+        """The state, if it has the form of the template."""
+        arrays = {k: v for k, v in self.arrays.items() if k.startswith("state.")}
+        try:
+            state = wire.take(arrays, "state", template, finite=False)
+            wire.nothing_left(arrays)
+        except wire.Refused as error:
+            raise InvalidInput(f"{self.path} belongs to another run: {error}.") from None
+        return jax.tree.map(jnp.asarray, state)
+
+
+class Checkpoints:
+    """Writes a run's checkpoints: every so many rounds, else every half minute."""
+
+    def __init__(self, path: str | Path, every: int | None, identity: dict[str, Any]):
+        self._path, self._every, self._identity = Path(path), every, identity
+        self._due = time.perf_counter() + SECONDS
+        check_writable(self._path.parent)
+
+    def at_most(self, budget: int, done: int) -> int:
+        """So many rounds, or fewer where the next checkpoint comes before."""
+        return budget if self._every is None else min(budget, self._every - done % self._every)
+
+    def due(self, done: int) -> bool:
+        if self._every is not None:
+            return done % self._every == 0
+        return time.perf_counter() >= self._due
+
+    def write(self, state: State, history: History, seconds: float, stopped: str = "") -> None:
+        """Puts the run on disk. Where that cannot be done, what is there stays, and the run goes
+        on: its user is told."""
+        head = {
+            "format": FORMAT,
+            "version": _version(),
+            "run": self._identity,
+            "round": int(state.round),
+            "seconds": seconds,
+            "stopped": stopped,
+            "history": {name: str(values.dtype) for name, values in history.items()},
+        }
+        began = time.perf_counter()
+        named = {f"history/{name}": values for name, values in history.items()}
+        data = wire.encode(head, {"state": state} | named)
+        line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
+        try:
+            write_atomically(self._path, line, data, before=_before(self._path))
+        except OSError as error:
+            message = f"No checkpoint after round {int(state.round)}: cannot write {self._path}"
+            warnings.warn(f"{message}: {error.strerror}.", stacklevel=3)
+        now = time.perf_counter()
+        self._due = now + max(SECONDS, SHARE * (now - began))
+
+
+def load(path: str | Path) -> Checkpoint:
+    """The newest good checkpoint of that name. A damaged one is set aside, and the user told."""
+    path, damaged = Path(path), []
+    for place in (path, _before(path)):
+        try:
+            found = _read(place)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InvalidInput(f"Cannot read {place}: {error.strerror}.") from None
+        if found is not None:
+            if damaged:
+                with contextlib.suppress(OSError):  # never rotated into the good one's place
+                    os.replace(path, path.with_name(path.name + ".damaged"))
+                message = f"{path} is damaged; going on from the one before, round {found.round}."
+                warnings.warn(message, stacklevel=2)
+            return found
+        damaged.append(place)
+    if damaged:
+        raise InvalidInput(f"{' and '.join(map(str, damaged))}: no good checkpoint.")
+    raise InvalidInput(f"There is no checkpoint {path}.")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something to go on from, good or not."""
+    return path.exists() or _before(path).exists()
+
+
+def write_atomically(path: Path, *parts: bytes, before: Path | None = None) -> None:
+    """The file has the old content or the new one, whenever the power fails; the old one is kept
+    as `before`, if asked for."""
+    beside = path.with_name(path.name + ".new")
+    try:
+        with open(beside, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        if before is not None and path.exists():
+            os.replace(path, before)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuses a folder in which no file can be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / ".fedsolve", b"Can this folder be written to?\n")
+        (folder / ".fedsolve").unlink()
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
+
+
+def fingerprint(*things: Any) -> str:
+    """The same text in every process for the same problem, algorithm or rule, numbers and data
+    included. Of functions it knows the name only."""
+    digest = hashlib.sha256()
+    _feed(digest.update, things)
+    return digest.hexdigest()[:16]
+
+
+def _feed(update: Callable[[bytes], None], thing: Any) -> None:
+    if isinstance(thing, np.ndarray | jax.Array | np.generic):
+        array = np.asarray(thing)
+        update(f"{array.dtype}{array.shape}".encode())
+        update(np.ascontiguousarray(array).tobytes())
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        update(type(thing).__qualname__.encode())
+        for field in dataclasses.fields(thing):
+            _feed(update, (field.name, getattr(thing, field.name, None)))
+    elif isinstance(thing, dict):
+        _feed(update, list(thing.items()))
+    elif isinstance(thing, list | tuple):
+        update(f"[{len(thing)}".encode())
+        for part in thing:
+            _feed(update, part)
+    elif isinstance(thing, functools.partial):
+        _feed(update, (thing.func, thing.args, thing.keywords))
+    elif callable(thing):
+        update(getattr(thing, "__qualname__", type(thing).__qualname__).encode())
+    elif isinstance(thing, str | int | float | bool | None):
+        update(repr(thing).encode())
+    else:
+        update(type(thing).__qualname__.encode())
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """None if it is damaged."""
+    line, _, data = path.read_bytes().partition(b"\n")
+    if line != MAGIC + hashlib.sha256(data).hexdigest().encode():
+        return None
+    head, arrays = wire.decode(data, len(data))
+    if head["format"] != FORMAT:
+        raise InvalidInput(f"{path} has a form that this version of fedsolve does not read.")
+    return Checkpoint(path, head, arrays)
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(path.name + ".before")
+
+
+def _version() -> str:
+    import fedsolve
+
+    return fedsolve.__version__

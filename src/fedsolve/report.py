@@ -1,0 +1,139 @@
+"""`fedsolve report`: folders of runs as one page that needs nothing else.
+
+The page is `report.html`, with the numbers of the folders' files in it as JSON. Names come from
+users: they are escaped here, and the page writes them as text only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from fedsolve.checkpoints import write_atomically
+from fedsolve.config import with_key
+from fedsolve.errors import InvalidInput
+
+BINS = 200  # of rounds in a heat map
+LINES, POINTS = 40, 400  # of what each client has: so many clients, so many rounds
+
+
+def report(folders: list[Path], path: Path) -> None:
+    """Writes the page."""
+    groups = [group for folder in folders for group in _groups(folder, len(folders) > 1)]
+    page = resources.files("fedsolve").joinpath("report.html").read_text(encoding="utf-8")
+    try:
+        write_atomically(path, page.replace("@DATA@", as_script(groups)).encode())
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from None
+
+
+def as_script(value: Any) -> str:
+    """JSON in which nothing can end the script around it."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
+    """One group for each variant: its configuration, and the history of each seed."""
+    import pandas as pd
+
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        table = pd.read_csv(folder / "history.csv", keep_default_na=False, na_values=[""])
+        wide = load_file(file) if (file := folder / "history.safetensors").exists() else {}
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        raise InvalidInput(f"{folder} is no folder of a finished run: it has no {name}.") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InvalidInput(f"{folder} cannot be read: {error}.") from None
+    if "variant" not in table:
+        table.insert(0, "variant", "")
+    table["variant"] = table["variant"].astype(str)
+    groups = []
+    for variant, rows in table.groupby("variant", sort=False):
+        flat = _flat(_changed(config, str(variant)))
+        names = [folder.resolve().name] if several or not variant else []
+        numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
+        group = {
+            "name": ": ".join([*names, *([str(variant)] if variant else [])]),
+            "status": str(facts.get("status", "")),
+            "config": {key: str(value) for key, value in flat.items()},
+            "tolerance": float(flat.get("algorithm.tolerance", 0.0)),
+            "seeds": [],
+            "clients": [],
+        }
+        for seed, entries in rows.groupby("seed", sort=False):
+            columns = numbers.loc[entries.index]
+            history = {str(name): _numbers(columns[name].to_numpy()) for name in columns}
+            group["seeds"].append({"seed": int(str(seed)), "history": history})
+            prefix = f"{variant}/seed-{seed}/".lstrip("/")
+            own = {k.removeprefix(prefix): v for k, v in wide.items() if k.startswith(prefix)}
+            if len(group["seeds"]) == 1:
+                rounds = columns["round"].to_numpy()
+                shown = {k: v for k, v in own.items() if k == "cohort" or _of_clients(v, own)}
+                group["clients"] = [_by_client(k, v, rounds) for k, v in shown.items()]
+        groups.append(group)
+    return groups
+
+
+def _of_clients(values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
+    """Whether there is one for each client, and not for each of a drawn cohort."""
+    if values.ndim != 2:
+        return False
+    cohort = others.get("cohort")
+    if cohort is None or cohort.max(initial=0) < cohort.shape[1]:  # everyone, every time
+        return True
+    return values.shape[1] != cohort.shape[1]
+
+
+def _by_client(name: str, values: np.ndarray, rounds: np.ndarray) -> dict[str, Any]:
+    """Who took part, as shares of bins of rounds; or what each client has, as lines."""
+    if name == "cohort":  # each row names the clients of a round
+        clients, step = int(values.max(initial=0)) + 1, math.ceil(len(values) / BINS)
+        parts = [values[k : k + step] for k in range(0, len(values), step)]
+        shares = [np.bincount(p[p >= 0], minlength=clients) / len(p) for p in parts]
+        last = [int(rounds[min(k + step, len(rounds)) - 1]) for k in range(0, len(values), step)]
+        return {"name": name, "kind": "shares", "rounds": last, "values": _rows(np.array(shares))}
+    step = math.ceil(len(values) / POINTS)
+    kept = values[::step, :LINES].astype(float)
+    told = f"{name} ({LINES} of {values.shape[1]} clients)" if values.shape[1] > LINES else name
+    return {
+        "name": told,
+        "kind": "lines",
+        "rounds": rounds[::step].tolist(),
+        "values": _rows(kept),
+    }
+
+
+def _changed(config: dict[str, Any], variant: str) -> dict[str, Any]:
+    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
+    for key, value in config.get("variants", {}).get(variant, {}).items():
+        shown = with_key(shown, key, value)
+    return shown
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables in tables as dotted keys; `kind` is its table's own value."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = prefix.removesuffix(".") if key == "kind" else prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _rows(values: np.ndarray) -> list[list[Any]]:
+    return [_numbers(row) for row in values]
+
+
+def _numbers(values: np.ndarray) -> list[Any]:
+    """What JSON can say: no NaN, no infinity."""
+    return [v if math.isfinite(v) else None for v in values.tolist()]

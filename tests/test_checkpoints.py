@@ -1,0 +1,232 @@
+"""Runs that are killed, stopped, damaged or moved: nothing is lost, nothing is overwritten."""
+
+import dataclasses
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import examples
+import fedsolve as fs
+from fedsolve import checkpoints
+from test_cli import fedsolve  # noqa: F401
+
+KILLS = int(os.environ.get("FEDSOLVE_KILLS", "3"))
+EXPERIMENT = """
+problem = { kind = "neyman_pearson", clients = 6 }
+algorithm = { kind = "FedSGM", step_size = 0.1, tolerance = 0.05, participants = 3 }
+run = { rounds = 400, seeds = [0, 1], evaluate_every = 3 }
+[variants]
+hard = { "algorithm.switching" = "Hard", "algorithm.uplink" = { kind = "RandK", fraction = 0.3 } }
+soft = { "algorithm.switching" = { kind = "Soft", beta = 40.0 } }
+"""
+
+
+def start(folder, *words):
+    command = [sys.executable, "-m", "fedsolve", "run", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def newest(folder):
+    """What the newest checkpoint in there looks like from outside."""
+    return max((p.stat().st_mtime_ns for p in folder.glob("checkpoints/run-*[0-9]")), default=0)
+
+
+def wait_for_a_checkpoint(process, folder):
+    before, deadline = newest(folder), time.monotonic() + 120
+    while newest(folder) == before and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def results(folder):
+    names = ("config.toml", "history.csv", "params.safetensors", "history.safetensors")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+
+
+def test_killed_at_any_moment_and_resumed_to_the_same_bits(tmp_path):
+    """FEDSOLVE_KILLS=30 kills it thirty times."""
+    (tmp_path / "x.toml").write_text(EXPERIMENT)
+    rounds = ["--rounds", 400 * KILLS]
+    whole = start(tmp_path, "x.toml", *rounds, "--out", "whole")
+    _, told = whole.communicate(timeout=300)
+    assert whole.returncode == 0, told
+    chance = random.Random(KILLS)
+    words, killed = ["x.toml", *rounds, "--out", "cut"], 0
+    for _ in range(KILLS):
+        process = start(tmp_path, *words, "--checkpoint-every", 2)
+        wait_for_a_checkpoint(process, tmp_path / "cut")
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        _, told = process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGKILL), told
+        killed += process.returncode == -signal.SIGKILL
+        words = ["--resume", "cut"]
+    last = start(tmp_path, *words)
+    _, told = last.communicate(timeout=300)
+    assert last.returncode == 0, told
+    assert killed > KILLS // 2
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    assert json.loads((tmp_path / "cut/run.json").read_text())["status"] == "finished"
+
+
+def test_sigterm_saves_and_says_how_to_go_on(tmp_path):
+    process = start(tmp_path, "neyman-pearson", "--rounds", 10**7, "--checkpoint-every", 50)
+    wait_for_a_checkpoint(process, tmp_path / "runs/neyman-pearson")
+    process.terminate()
+    out, told = process.communicate(timeout=60)
+    assert process.returncode == 143, told
+    assert "To go on: fedsolve run --resume runs/neyman-pearson" in out
+    assert json.loads((tmp_path / "runs/neyman-pearson/run.json").read_text())["status"] == (
+        "interrupted"
+    )
+
+
+@pytest.fixture(scope="module")
+def task():
+    return examples.least_squares(), fs.FedSGM(0.05, 0.1, participants=3, uplink=fs.RandK(0.5))
+
+
+def same(run, other):
+    for name in other.history:
+        np.testing.assert_array_equal(run.history[name], other.history[name])
+    assert list(run.history) == list(other.history)
+    np.testing.assert_array_equal(run.params, other.params)
+    np.testing.assert_array_equal(run.average, other.average)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_more_rounds_from_a_file_are_as_if_never_stopped(task, tmp_path, precision):
+    options = {"evaluate_every": 4, "precision": precision}
+    first = fs.solve(*task, 10, checkpoint=tmp_path / "c", checkpoint_every=3, **options)
+    assert list(first.history["round"]) == [4, 8, 10]
+    again = fs.solve(*task, 10, resume=tmp_path / "c", **options)
+    same(again, first)
+    more = fs.solve(*task, 17, resume=str(tmp_path / "c"), checkpoint=tmp_path / "c", **options)
+    same(more, fs.solve(*task, 17, **options))
+    assert more.seconds > first.seconds
+
+
+def test_a_run_that_a_rule_ended_stays_ended(task, tmp_path):
+    rule = fs.Reached(1e9)
+    first = fs.solve(*task, 10, checkpoint=tmp_path / "c", stop=rule)
+    assert first.rounds == 1
+    same(fs.solve(*task, 20, resume=tmp_path / "c", stop=rule), first)
+    assert fs.solve(*task, 3, resume=tmp_path / "c").rounds == 3
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(task, tmp_path):
+    path = tmp_path / "c"
+    whole = fs.solve(*task, 9, checkpoint=path, checkpoint_every=4)
+    good = path.read_bytes()
+    for damage in (good[:-1], good[:100], b"", good[:-9] + bytes([good[-9] ^ 1]) + good[-8:]):
+        path.write_bytes(damage)
+        with pytest.warns(UserWarning, match="is damaged; going on from the one before, round 8"):
+            saved = checkpoints.load(path)
+        same(fs.solve(*task, 9, resume=saved), whole)
+    path.write_bytes(b"x")
+    with pytest.warns(UserWarning, match="damaged"):
+        same(fs.solve(*task, 9, resume=path, checkpoint=path), whole)
+    assert checkpoints.load(path).round == 9
+    path.write_bytes(b"x")
+    (tmp_path / "c.before").write_bytes(b"y")
+    with pytest.raises(fs.InvalidInput, match="no good checkpoint"):
+        checkpoints.load(path)
+    with pytest.raises(fs.InvalidInput, match="There is no checkpoint"):
+        checkpoints.load(tmp_path / "nothing")
+
+
+def test_another_run_s_checkpoint_is_refused(task, tmp_path, monkeypatch):
+    problem, algorithm = task
+    path = tmp_path / "c"
+    fs.solve(problem, algorithm, 3, checkpoint=path)
+    before = path.read_bytes()
+    others = {
+        "seed": {"seed": 1},
+        "algorithm": {"algorithm": dataclasses.replace(algorithm, step_size=0.06)},
+        "problem": {"problem": examples.least_squares(constrained=False)},
+        "evaluate_every": {"evaluate_every": 2},
+        "precision": {"precision": "float64"},
+        "follow": {"follow": {"norm": lambda problem, params: (params**2).sum()}},
+    }
+    for what, changes in others.items():
+        words = {"problem": problem, "algorithm": algorithm, "rounds": 5} | changes
+        with pytest.raises(fs.InvalidInput, match=f"belongs to another run: {what} differ"):
+            fs.solve(**words, resume=path, checkpoint=path)
+    with pytest.raises(fs.InvalidInput, match="has done 3 of 2 rounds"):
+        fs.solve(problem, algorithm, 2, resume=path)
+    with pytest.raises(fs.InvalidInput, match="exists; go on from it with resume"):
+        fs.solve(problem, algorithm, 5, checkpoint=path)
+    with monkeypatch.context() as other:
+        other.setattr(fs, "__version__", "99.0")
+        with pytest.raises(fs.InvalidInput, match=r"is of fedsolve .*, and this is 99\.0"):
+            fs.solve(problem, algorithm, 5, resume=path)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_leaves_what_is_there(task, tmp_path):
+    """A limit on the size of files is as good as a full disk."""
+    path = tmp_path / "c"
+    fs.solve(*task, 3, checkpoint=path)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.warns(UserWarning, match="No checkpoint after round 5: cannot write .*: File"):
+            run = fs.solve(*task, 5, resume=path, checkpoint=path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run.rounds == 5
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_folder_that_cannot_be_written_to():
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)  # root may write anywhere
+        try:
+            with pytest.raises(fs.InvalidInput, match=r"Cannot write to .*: Permission denied"):
+                checkpoints.check_writable(Path(name))
+        finally:
+            os.seteuid(user)
+        assert not list(Path(name).iterdir())
+
+
+def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path):  # noqa: F811
+    (tmp_path / "x.toml").write_text(EXPERIMENT)
+    assert fedsolve("run", "x.toml", "--rounds", 4, "--out", "x")[0] == 0
+    before = results(tmp_path / "x")
+    config = (tmp_path / "x/config.toml").read_text()
+    wrong = {
+        ("x.toml", "--resume", "x"): "only --rounds may change",
+        ("--resume", "x", "--seed", "1"): "only --rounds may change",
+        ("--resume", "y"): "y is no folder of a run: it has no config.toml.",
+        ("--resume", "x", "--rounds", "2"): "x has done 4 rounds, more than 2.",
+        ("x.toml", "--checkpoint-every", "0"): "--checkpoint-every must be a whole number",
+        (): "This needs an experiment, or --resume DIR.",
+    }
+    for words, sentence in wrong.items():
+        status, _, told = fedsolve("run", *words)
+        assert (status, sentence in told) == (2, True), told
+        assert results(tmp_path / "x") == before
+    (tmp_path / "x/config.toml").write_text(config.replace("0.05", "0.06"))
+    status, _, told = fedsolve("run", "--resume", "x", "--rounds", 6)
+    assert status == 2
+    assert "belongs to another run: algorithm differ" in told
+    (tmp_path / "x/config.toml").write_text(config)
+    assert fedsolve("run", "--resume", "x", "--rounds", 6)[0] == 0
+    assert fedsolve("run", "x.toml", "--rounds", 6, "--out", "z")[0] == 0
+    assert results(tmp_path / "x") == results(tmp_path / "z")

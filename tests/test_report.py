@@ -1,0 +1,153 @@
+"""The report shows the numbers of the files, and nothing that a user named becomes HTML."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+import tomli_w
+from safetensors.numpy import save_file
+
+import fedsolve as fs
+from fedsolve.report import report
+from test_cli import fedsolve  # noqa: F401
+
+HOSTILE = '</script><script>document.title="bad"</script><img src=x onerror=alert(1)>&lt;'
+ROUNDS, CLIENTS = 450, 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as `fedsolve run` leaves it: two variants, two seeds."""
+    path = tmp_path_factory.mktemp("runs") / "x"
+    path.mkdir()
+    config = {
+        "problem": {"kind": "neyman_pearson", "clients": CLIENTS},
+        "algorithm": {"kind": "FedSGM", "tolerance": 0.05, "switching": {"kind": "Hard"}},
+        "run": {"rounds": ROUNDS, "seeds": [0, 1]},
+        "variants": {"plain": {}, HOSTILE: {"algorithm.tolerance": 0.1}},
+    }
+    (path / "config.toml").write_text(tomli_w.dumps(config))
+    (path / "run.json").write_text('{"status": "finished"}')
+    rng, frames, wide = np.random.default_rng(0), [], {}
+    for variant in config["variants"]:
+        for seed in (0, 1):
+            entries = {"variant": variant, "seed": seed, "round": np.arange(1, ROUNDS + 1)}
+            for name in ("objective", "constraint", "switch"):
+                entries[name] = rng.random(ROUNDS)
+            for way in ("up", "down"):
+                entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
+            frames.append(pd.DataFrame(entries))
+            drawn = np.array([rng.choice(CLIENTS, 2, replace=False) for _ in range(ROUNDS)])
+            wide[f"{variant}/seed-{seed}/cohort"] = drawn
+            wide[f"{variant}/seed-{seed}/weights"] = rng.random((ROUNDS, 2))
+            wide[f"{variant}/seed-{seed}/participation"] = rng.random((ROUNDS, CLIENTS))
+    frames[0].loc[3, "objective"] = np.inf
+    pd.concat(frames).to_csv(path / "history.csv", index=False)
+    save_file(wide, path / "history.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    report([folder], folder.parent / "report.html")
+    return folder.parent / "report.html"
+
+
+class Tags(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.data, self.inside = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.data.append(data)
+
+
+def embedded(page):
+    text = page.read_text()
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_numbers_are_those_of_the_files(page, folder):
+    groups = embedded(page)
+    table = pd.read_csv(folder / "history.csv")
+    assert [g["name"] for g in groups] == ["plain", HOSTILE]
+    assert [g["tolerance"] for g in groups] == [0.05, 0.1]
+    for group in groups:
+        for each in group["seeds"]:
+            rows = table[(table["variant"] == group["name"]) & (table["seed"] == each["seed"])]
+            for name, values in each["history"].items():
+                expected = rows[name].replace(np.inf, np.nan).to_numpy(float)
+                np.testing.assert_array_equal(np.array(values, float), expected)
+    cohort = pd.Series({c["name"]: c for c in groups[0]["clients"]})
+    assert sorted(cohort.index) == ["cohort", "participation"]  # weights are of who was drawn
+    shares, steps = cohort["cohort"], np.diff(cohort["cohort"]["rounds"], prepend=0)
+    assert shares["rounds"][-1] == ROUNDS
+    np.testing.assert_allclose(np.sum(shares["values"], axis=1), 2)  # two of them a round
+    assert np.sum(np.array(shares["values"]) * steps[:, None]) == pytest.approx(2 * ROUNDS)
+
+
+def test_nothing_is_fetched_and_no_name_becomes_html(page):
+    found = Tags(page.read_text())
+    assert [tag for tag, _ in found.tags].count("script") == 2
+    assert not {"img", "link", "iframe"} & {tag for tag, _ in found.tags}
+    assert not [a for _, a in found.tags if {"src", "href", "onerror"} & a.keys()]
+    addresses = set(re.findall(r"https?://[^\s\"']+", page.read_text()))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not an address
+
+
+def test_two_folders_are_told_apart(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "y")
+    report([folder, tmp_path / "y"], tmp_path / "two.html")
+    assert [g["name"] for g in embedded(tmp_path / "two.html")][::2] == ["x: plain", "y: plain"]
+
+
+def test_what_is_no_run_gets_a_sentence(folder, tmp_path):
+    with pytest.raises(fs.InvalidInput, match=r"is no folder of a finished run: it has no config"):
+        report([tmp_path], tmp_path / "r.html")
+    with pytest.raises(fs.InvalidInput, match=r"Cannot write to .*: No such file"):
+        report([folder], tmp_path / "nowhere" / "r.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fs.InvalidInput, match=r"cannot be read"):
+        report([tmp_path / "file"], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_it_renders_in_a_browser(page, folder):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium on this machine")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    done = subprocess.run(
+        [browser, *words, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    dom = Tags(done.stdout)
+    assert re.search(r"<title>(.*?)</title>", done.stdout)[1] == "Fedsolve report"
+    assert "img" not in {tag for tag, _ in dom.tags}
+    assert HOSTILE.replace("&lt;", "<") in "".join(dom.data).replace("&lt;", "<")
+    charts = [a.get("data-name") for tag, a in dom.tags if tag == "figure"]
+    assert charts[:3] == ["objective", "constraint", "switch"]
+    assert sorted(charts[3:]) == ["cohort", "cohort", "participation", "participation"]
+    shown = [a["data-value"] for tag, a in dom.tags if tag == "td" and "data-value" in a]
+    last = pd.read_csv(folder / "history.csv").groupby(["variant", "seed"], sort=False).tail(1)
+    expected = last[["seed", "round", "objective", "constraint"]].to_numpy()
+    np.testing.assert_array_equal(np.array(shown).reshape(4, -1)[:, :4].astype(float), expected)
+    assert "differs" in [a.get("class") for tag, a in dom.tags if tag == "tr"]
+
+
+def test_the_command_writes_the_page(fedsolve, folder, tmp_path):  # noqa: F811
+    status, told, _ = fedsolve("report", folder, "-o", "page.html")
+    assert (status, "Written to page.html" in told) == (0, True)
+    assert len(embedded(tmp_path / "page.html")) == 2
+    status, _, told = fedsolve("report", "nothing")
+    assert status == 2
+    assert "nothing is no folder of a finished run" in told
