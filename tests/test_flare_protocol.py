@@ -13,7 +13,7 @@ from fedsolve.flare.site import Share
 from fedsolve.flare.wire import decode, encode
 from fedsolve.solving import numbers_on_device, precision_of
 from fedsolve.sweeping import with_field
-from test_conformance import ALGORITHMS
+from test_conformance import ALGORITHMS, every_algorithm_costly
 
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}
 
@@ -78,7 +78,7 @@ def deploy(problem, algorithm, wires, home, rounds, seed=0, precision="float64",
     return run, link
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+@every_algorithm_costly
 def test_a_deployment_is_the_simulation(algorithm, tmp_path):
     problem = examples.least_squares()
     wires = Wires(problem, algorithm, tmp_path)
