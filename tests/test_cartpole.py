@@ -222,6 +222,7 @@ ALGORITHM = fs.FedSGM(
 )
 
 
+@pytest.mark.slow
 def test_compiled_is_debug_also_when_replies_are_lost():
     def sometimes(round, exchange, clients):
         return (round + exchange + jnp.asarray(clients)) % 4 != 0

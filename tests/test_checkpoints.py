@@ -20,7 +20,7 @@ import fedsolve as fs
 from fedsolve import checkpoints
 from test_cli import fedsolve  # noqa: F401
 
-KILLS = int(os.environ.get("FEDSOLVE_KILLS", "3"))
+KILLS = int(os.environ.get("FEDSOLVE_KILLS", "2"))
 EXPERIMENT = """
 problem = { kind = "neyman_pearson", clients = 6 }
 algorithm = { kind = "FedSGM", step_size = 0.1, tolerance = 0.05, participants = 3 }

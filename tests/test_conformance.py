@@ -180,7 +180,7 @@ def test_works_with_one_client(algorithm):
     assert np.isfinite(run.history["objective"]).all()
 
 
-@every_algorithm
+@every_algorithm_costly
 def test_survives_missing_replies(algorithm):
     """A client's state moves if and only if its reply arrived; with none at all, nothing does."""
     problem = examples.least_squares()

@@ -169,6 +169,7 @@ def averagings(participants, k0):
     return np.median(rounds)
 
 
+@pytest.mark.slow
 def test_averagings_fall_with_local_iterations_until_they_level_off_and_with_participants():
     """The paper's Figures 2 and 3, small; k_0 is a number, so it compiles once for all of them."""
     one, five, many, more = (averagings(20, k0) for k0 in (1, 5, 15, 30))

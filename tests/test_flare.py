@@ -48,7 +48,13 @@ def federation():
             yield running
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["to the end", "until Ctrl-C"])
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param(False, id="to the end"),
+        pytest.param(True, id="until Ctrl-C", marks=pytest.mark.slow),
+    ],
+)
 def test_one_command_deploys_and_leaves_nothing(tmp_path, stopped):
     place, scratch = tmp_path / "work", tmp_path / "scratch"
     place.mkdir()
@@ -177,6 +183,7 @@ def test_a_killed_server_goes_on_to_the_same_bits(federation):
     assert_same(run, simulated(wanted))
 
 
+@pytest.mark.slow
 def test_all_sites_killed_and_back(federation):
     """One site of four is lost: the run goes on. Then all: it waits and says so. They come back,
     the lost one too: it ends well."""
@@ -204,6 +211,7 @@ def test_all_sites_killed_and_back(federation):
     assert np.isfinite(run.history["objective"]).all()
 
 
+@pytest.mark.slow
 def test_the_commands_of_an_owner(tmp_path):
     """init, server, site, submit, status, stop: as three machines would use them."""
     (tmp_path / "federation.toml").write_text(

@@ -80,6 +80,7 @@ def test_participation_follows_numpy():
     np.testing.assert_allclose(N, game.equilibrium(), rtol=0.02)
 
 
+@pytest.mark.slow
 def test_lemma_4_3_holds_in_a_hundred_games():
     """‖N̂_r − N*‖ and |p_{i,r} − p_i*| stay below the promised line, for γ̃ up to μ_F/L_F²."""
     rng, problem = np.random.default_rng(2), mean_problem(clients=4, samples=9)
@@ -223,6 +224,7 @@ def test_nothing_outside_the_subset_is_ever_touched(batch_size, ragged):
     np.testing.assert_array_equal(clean, play(poisoned))
 
 
+@pytest.mark.slow
 def test_subsets_of_several_sets_keep_their_proportions():
     data = fs.stack_clients(
         [{"a": np.arange(12.0), "b": np.arange(4.0)}, {"a": np.arange(8.0), "b": np.arange(4.0)}]
