@@ -30,7 +30,7 @@ Tell = Callable[[dict[str, Any]], None]
 WAIT = 0.3  # seconds between two looks at a run's progress
 REJOIN = 60.0  # a job runs at least so long before it makes room for a site that is back
 STARTING = 180.0  # a job may take so long before it is heard for the first time
-GONE = 20.0  # and is over when it falls silent for so long
+GONE = 30.0  # and is over when it falls silent for so long
 FUTILE = 3  # so many jobs in a row without a single round are enough
 Runs = dict[str, list[Run]]
 
