@@ -157,7 +157,7 @@ def kill_job(federation, name):
 def test_a_killed_site_does_not_stop_the_others(federation):
     when(federation, "site-killed", 5, lambda: kill_job(federation, "site-3"))
     told = []
-    wanted = experiment(30, "algorithm.participants=4", "deploy.deadline=10.0")
+    wanted = experiment(30, "algorithm.participants=6", "deploy.deadline=10.0")
     ((run,),) = run_on(federation, wanted, "site-killed", told.append).values()
     assert run.rounds == 30
     rounds = [news for news in told if "round" in news]
@@ -202,7 +202,7 @@ def test_all_sites_killed_and_back(federation):
     when(federation, "all-killed", 4, lambda: kill(sites[0]))
     when(federation, "all-killed", 12, come_back)
     told = []
-    changes = ["algorithm.participants=4", "deploy.deadline=3.0", "deploy.quorum=0.5"]
+    changes = ["algorithm.participants=6", "deploy.deadline=3.0", "deploy.quorum=0.5"]
     ((run,),) = run_on(federation, experiment(24, *changes), "all-killed", told.append).values()
     assert run.rounds == 24
     answered = [len(news["answered"]) for news in told if "round" in news]
