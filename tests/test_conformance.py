@@ -165,7 +165,7 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
     assert len(traces) == once
 
 
-@every_algorithm
+@every_algorithm_costly
 def test_works_with_one_client(algorithm):
     everyone = {"round_weighting": None, "select_round": None, "select_epoch": "Everyone"}
     everyone |= {"cap": None, "participants": None, "selection": None}
@@ -219,7 +219,7 @@ def test_history_is_finite_and_complete(algorithm):
     np.testing.assert_array_equal(np.cumsum(history["bytes_down"]), history["bytes_down_total"])
 
 
-@every_algorithm
+@every_algorithm_costly
 def test_a_checkpoint_continues_to_the_same_bits(algorithm, tmp_path):
     problem, file = examples.least_squares(), tmp_path / "checkpoint"
     whole = fs.solve(problem, algorithm, rounds=20, seed=2)

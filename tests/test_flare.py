@@ -168,6 +168,7 @@ def test_a_killed_site_does_not_stop_the_others(federation):
     assert np.isfinite(run.history["objective"]).all()
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_to_the_same_bits(federation):
     """First its job, then the whole server, which is started again: as if nothing was."""
 

@@ -35,7 +35,7 @@ ALGORITHM = fs.FedSGM(
     downlink=fs.TopK(0.4),
 )
 
-pytestmark = pytest.mark.xdist_group("flare")
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
 
 
 def die():

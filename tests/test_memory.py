@@ -48,6 +48,7 @@ def sometimes(round, exchange, clients):
     return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrivals", [None, sometimes])
 def test_memory_is_the_same_in_every_runtime_and_follows_arrivals(arrivals):
     options = {"rounds": 6, "seed": 1, "precision": "float64", "arrivals": arrivals}

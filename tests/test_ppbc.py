@@ -108,6 +108,7 @@ def test_the_virtual_sequence_moves_by_everyones_mean_gradient(weighting):
         assert ended > 5
 
 
+@pytest.mark.slow
 def test_biased_selection_is_corrected_in_proportion_to_the_step():
     """Ten quadratics, the three largest gradients: with θ = 0 the distance to the optimum at epoch
     starts goes down with γ; without correction it stays where it is."""

@@ -270,6 +270,7 @@ CASES = {  # 8 × 25 = 200 runs; sampling needs many rounds for a promise that s
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_promises_are_kept(case, problems):
     """In every run, and a promise always excludes some of X; without compression and sampling, the
