@@ -15,8 +15,9 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve.flare.server import ANY, Link, TooFew, saved_run, serve
-from fedsolve.flare.site import Share
+from fedsolve.flare.link import Link, TooFew
+from fedsolve.flare.server import saved_run, serve
+from fedsolve.flare.site import ANY, Share
 from fedsolve.flare.wire import decode, encode
 from fedsolve.simulation import keep_compiled_programs
 from fedsolve.solving import numbers_on_device, precision_of

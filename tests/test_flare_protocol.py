@@ -8,7 +8,8 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve.flare.server import Link, TooFew, serve
+from fedsolve.flare.link import Link, TooFew
+from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
 from fedsolve.flare.wire import decode, encode
 from fedsolve.solving import numbers_on_device, precision_of

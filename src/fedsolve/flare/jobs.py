@@ -22,7 +22,8 @@ from nvflare.collab import collab
 from fedsolve.config import Experiment, resolve
 from fedsolve.errors import InvalidInput
 from fedsolve.flare.data import allowed, owners_file, site_problem
-from fedsolve.flare.server import Link, TooFew, serve
+from fedsolve.flare.link import Link, TooFew
+from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
 from fedsolve.flare.wire import encode
 from fedsolve.simulation import keep_compiled_programs
