@@ -29,7 +29,6 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import Scalar, scalar
 from fedsolve.participation import Drawn, Top
-from fedsolve.participation.weighting import Methods
 from fedsolve.replies import Replies
 
 Vector = Float[Array, " d"]
@@ -63,13 +62,7 @@ class F3AST(FedAvg):
     def draw(self, fed: Federation, key: Key[Array, ""]) -> Drawn:
         memory, n = fed.participation, fed.clients
         up, after = self.draw_available(fed, jax.random.fold_in(key, 1))
-        weights, wanted = self.weighting.weigh(
-            fed,
-            Methods(self.assess, self.tell_size),
-            memory.weighting,
-            up,
-            jax.random.fold_in(key, 2),
-        )
+        weights, wanted = self.weigh(fed, up, key)
         weights = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
         scores = jnp.where(up, (weights / memory.rates) ** 2, 0)
         cohort, _ = Top(self.participants or n).select(scores, n, None, key)

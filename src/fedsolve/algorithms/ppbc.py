@@ -255,13 +255,7 @@ class PPBC(Participating):
     def choose_epoch(self, fed: Federation, begins: Any, up: Any, key: Key[Array, ""]) -> None:
         """π̂ = R̂(π), if an epoch begins (lines 4, 5)."""
         old, n = fed.participation, fed.clients
-        weights, wanted = self.weighting.weigh(
-            fed,
-            Methods(self.assess, self.tell_size),
-            old.weighting,
-            begins & up,
-            jax.random.fold_in(key, 2),
-        )
+        weights, wanted = self.weigh(fed, begins & up, key)
         if self.cap is not None:
             free = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
             weights = project_capped(free, jnp.asarray(self.cap) / n)

@@ -143,13 +143,7 @@ class Participating(Algorithm):
         """The participants of this round. Clients may be asked for it."""
         memory, n = fed.participation, fed.clients
         up, after = self.draw_available(fed, jax.random.fold_in(key, 1))
-        weights, wanted = self.weighting.weigh(
-            fed,
-            Methods(self.assess, self.tell_size),
-            memory.weighting,
-            up,
-            jax.random.fold_in(key, 2),
-        )
+        weights, wanted = self.weigh(fed, up, key)
         cohort, turn = self.selecting.select(weights, n, memory.selection, key)
         fed.participation = Memory(wanted, turn, after)
         noted = self.weighting.info(wanted)
@@ -162,6 +156,12 @@ class Participating(Algorithm):
         own = weights[cohort]
         available = available & (own > 0)  # those that fill up the cohort are not wanted
         return Drawn(cohort, None if self.selecting.counts_equally else own, available, noted)
+
+    def weigh(self, fed: Federation, up: Any, key: Key[Array, ""]) -> tuple[Any, PyTree]:
+        """The weights of all clients, asking those of them that are up, and the weighting's memory
+        after this."""
+        memory, own = fed.participation.weighting, jax.random.fold_in(key, 2)
+        return self.weighting.weigh(fed, Methods(self.assess, self.tell_size), memory, up, own)
 
     def draw_available(self, fed: Federation, key: Key[Array, ""]) -> tuple[Any, PyTree]:
         """Who of all clients is up, and the availability's memory after this."""
