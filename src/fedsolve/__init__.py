@@ -27,6 +27,7 @@ from fedsolve.algorithms import (
     IPPConEx,
     PenaltyFedAvg,
 )
+from fedsolve.clock import Clock, LogNormal, Mixture
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -72,6 +73,7 @@ __all__ = [
     "Box",
     "Client",
     "ClientError",
+    "Clock",
     "Compose",
     "Compressor",
     "Constraint",
@@ -97,8 +99,10 @@ __all__ = [
     "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
+    "LogNormal",
     "Maximum",
     "Mean",
+    "Mixture",
     "Optimizer",
     "Packet",
     "Participating",

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedsolve.errors import InvalidInput
+
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "X", "s", "^")
@@ -29,12 +31,19 @@ TITLES = {
 }
 
 
+AXES = {
+    "round": "Round",
+    "seconds_total": "Simulated time (s)",
+    "bytes_up_total": "Bytes sent up",
+    "bytes_down_total": "Bytes sent down",
+}
 Groups = Mapping[str, list[Any]]  # runs by label
 
 
-def plot(groups: Groups, path: str | Path | None = None) -> Any:
-    """Objective (and constraint, with the tolerance as a line) against rounds: for each label the
-    mean over its runs, and the band from the least to the greatest. Of what clients have one each
+def plot(groups: Groups, path: str | Path | None = None, against: str = "round") -> Any:
+    """Objective (and constraint, with the tolerance as a line) against rounds, or another entry of
+    the history that grows, such as `seconds_total` or `bytes_up_total`: for each label the mean
+    over its runs, and the band from the least to the greatest. Of what clients have one each
     (contributions), a line for each client of the last label's first run, and a dashed one where
     the algorithm says that it settles.
 
@@ -45,6 +54,9 @@ def plot(groups: Groups, path: str | Path | None = None) -> Any:
     from matplotlib.style import context
 
     runs = [run for group in groups.values() for run in group]
+    if not all(against in run.history for run in runs):
+        known = [name for name in AXES if all(name in run.history for run in runs)]
+        raise InvalidInput(f"Runs can be shown against {', '.join(known)}, not {against!r}.")
     panels = [name for name in TITLES if all(name in run.history for run in runs)]
     columns = _columns(groups)
     alone = len(columns) == 1
@@ -56,7 +68,7 @@ def plot(groups: Groups, path: str | Path | None = None) -> Any:
             for row, name in enumerate(panels):
                 axis = axes[0, row] if alone else axes[row, column]
                 title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
-                _panel(axis, shown, name, title, runs, legend=alone or row == 0)
+                _panel(axis, shown, name, title, runs, against, legend=alone or row == 0)
         if path is not None:
             figure.savefig(path)
     return figure
@@ -104,13 +116,21 @@ def _columns(groups: Groups) -> dict[str, Groups]:
     return dict(columns)
 
 
-def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], legend: bool) -> None:
+def _panel(
+    axis: Any,
+    groups: Groups,
+    name: str,
+    title: str,
+    runs: list[Any],
+    against: str,
+    legend: bool,
+) -> None:
     if runs[0].history[name].ndim == 2:
-        _each_client(axis, list(groups.values())[-1][0], name, title)
+        _each_client(axis, list(groups.values())[-1][0], name, title, against)
         return
     for index, (label, group) in enumerate(groups.items()):
-        _curve(axis, label, [run.history for run in group], name, index)
-    axis.set(title=title, xlabel="Round")
+        _curve(axis, label, [run.history for run in group], name, against, index)
+    axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
     if name == "constraint":
         _tolerance(axis.axhline, runs)
@@ -119,14 +139,14 @@ def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], le
         axis.legend()
 
 
-def _each_client(axis: Any, run: Any, name: str, title: str) -> None:
+def _each_client(axis: Any, run: Any, name: str, title: str, against: str) -> None:
     settled = run.algorithm.limits().get(name)
     for client, values in enumerate(run.history[name].T):
         color, width = COLORS[client % len(COLORS)], 1.2 if len(run.history[name].T) < 30 else 0.5
-        axis.plot(run.history["round"], values, color=color, linewidth=width)
+        axis.plot(run.history[against], values, color=color, linewidth=width)
         if settled is not None:
             axis.axhline(settled[client], color=color, linewidth=0.8, linestyle="--", alpha=0.7)
-    axis.set(title=title, xlabel="Round")
+    axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
 
 
@@ -136,15 +156,24 @@ def _tolerance(line: Any, runs: list[Any]) -> None:
     line(tolerance, color="black", linewidth=0.9, linestyle=dots, label=label)
 
 
-def _curve(axis: Any, label: str, histories: list[dict], name: str, index: int) -> None:
+def _curve(
+    axis: Any, label: str, histories: list[dict], name: str, against: str, index: int
+) -> None:
     color, dash = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
     length = min(len(history[name]) for history in histories)
-    rounds = histories[0]["round"][:length]
+    across = histories[0][against][:length]
     values = np.stack([history[name][:length] for history in histories])
-    axis.plot(rounds, values.mean(axis=0), dash, color=color, linewidth=1.2, label=label or None)
+    if against != "round" and len(values) > 1:  # each run passes other points
+        across = np.linspace(
+            max(history[against][0] for history in histories),
+            min(history[against][-1] for history in histories),
+            max(length, 2),
+        )
+        values = np.stack([np.interp(across, h[against], h[name]) for h in histories])
+    axis.plot(across, values.mean(axis=0), dash, color=color, linewidth=1.2, label=label or None)
     if len(values) > 1:
         axis.fill_between(
-            rounds, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0
+            across, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0
         )
 
 

@@ -22,31 +22,20 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Arrivals, Cohort, Federation, Flags, Question, State
+from fedsolve.federation import Cohort, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
-from fedsolve.stopping import Stop, wants_gradient
+from fedsolve.setting import Setting
+from fedsolve.stopping import wants_gradient
 
 SLOTS = 100
 TOGETHER = 2**25  # bytes: so much of clients' data is worked on in one piece,
 BLOCK = 2**22  # and of more than that only so much at a time (benchmarks/fedadmm_scale.py)
 
-Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
-
 
 class Simulation(Federation):
     """A federation inside one compiled program."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        state: State,
-        arrivals: Arrivals | None = None,
-        clients_at_once: int | None = None,
-    ):
-        super().__init__(problem, state, arrivals)
-        self._at_once = clients_at_once
 
     def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
         cohort, when, arrived = question.cohort, question.when, self._arrived(question)
@@ -64,7 +53,8 @@ class Simulation(Federation):
             return moved, jax.tree.map(jnp.asarray, reply)
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
-            return map_clients(watched, cohort, (self._problem.samples, states), self._at_once)
+            data, at_once = (self._problem.samples, states), self._setting.clients_at_once
+            return map_clients(watched, cohort, data, at_once)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -155,15 +145,15 @@ def evaluate(
     problem: Problem,
     w: Float[Array, " d"],
     key: Key[Array, ""] | None = None,
-    at_once: int | None = None,
-    gradient: bool = False,
-    follow: Follow = (),
+    setting: Setting | None = None,
 ) -> dict[str, Any]:
-    """f (and ‖∇f‖², if asked for) and g over all clients, the metrics, and what else is to be
-    followed, at w."""
+    """f (and ‖∇f‖², if the rule asks for it) and g over all clients, the metrics, and what else is
+    to be followed, at w."""
+    setting = Setting() if setting is None else setting
+    at_once, gradient = setting.clients_at_once, wants_gradient(setting.stop)
     values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
     found = combined(problem, w, values)
-    for name, diagnostic in follow:
+    for name, diagnostic in setting.follow:
         told = diagnostic(problem, problem.layout.unravel(w))
         for path, leaf in jax.tree.leaves_with_path(told):
             part = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -188,17 +178,16 @@ def advance(
     algorithm: Algorithm,
     state: State,
     spans: Int[Array | np.ndarray, "slots 3"],
-    arrivals: Arrivals | None = None,
-    at_once: int | None = None,
-    rule: Stop | None = None,
+    setting: Setting | None = None,
     stopped: Any = False,
-    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
     has stopped it, nothing is run any more: entries say `stopped`."""
+    setting = Setting() if setting is None else setting
+    rule = setting.stop
 
     def step(state: State) -> tuple[State, dict[str, Any]]:
-        return Simulation(problem, state, arrivals, at_once).play(algorithm)
+        return Simulation(problem, state, setting).play(algorithm)
 
     # One trace serves both the shapes and the loop.
     traced, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(state)
@@ -209,8 +198,7 @@ def advance(
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        gradient = wants_gradient(rule)
-        found = evaluate(problem, state.w, state.evaluation_key, at_once, gradient, follow)
+        found = evaluate(problem, state.w, state.evaluation_key, setting)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found

@@ -19,15 +19,16 @@ from jaxtyping import Int, PyTree
 from fedsolve import debug
 from fedsolve.algorithm import Algorithm
 from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, load
+from fedsolve.clock import Clock, Seconds, check_clock
 from fedsolve.errors import Diverged, Interrupted, InvalidInput
-from fedsolve.federation import Arrivals, Bytes, State
+from fedsolve.federation import Bytes, State
 from fedsolve.fields import check_count, check_kind
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
+from fedsolve.setting import Arrivals, Follow, Setting
 from fedsolve.signals import Flag
 from fedsolve.simulation import (
     SLOTS,
-    Follow,
     Simulation,
     client_values,
     compiled_advance,
@@ -57,6 +58,7 @@ def solve(
     progress: Callable[[int, int, History], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
     follow: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
 ) -> Run:
     """Runs the algorithm for that many rounds, or until a rule says that it is enough.
 
@@ -77,11 +79,13 @@ def solve(
     - `interrupted()`: asked about twice a second; True ends the run as Ctrl-C does.
     - `follow`: by name, functions of (problem, params) that see the whole problem, such as
       `fs.theory.skewness`; computed with the objective, inside the compiled program.
+    - `clock`: how long clients take; the history then has the `seconds` of a round as they would
+      pass in a real federation, and `seconds_total` since the start.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
     the `run` up to there.
     """
-    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop)
+    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop, clock)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
     followed = as_follow(follow)
@@ -97,6 +101,7 @@ def solve(
             "evaluate_every": evaluate_every,
             "precision": precision,
             "follow": fingerprint(followed),
+            "clock": None if clock is None else fingerprint(clock),
         }
     keeper = None
     if checkpoint is not None:
@@ -110,8 +115,9 @@ def solve(
         if interrupted is None:
             interrupted = stack.enter_context(_ctrl_c())
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        rule = as_device_array(stop, dtype)
-        start = compiled_start(placed, tuned, jax.random.key(seed))
+        setting = Setting(arrivals, clients_at_once, stop, followed, clock)
+        setting = as_device_array(setting, dtype)
+        start = compiled_start(placed, tuned, jax.random.key(seed), timed=clock is not None)
         chunks: list[History] = []
         if isinstance(saved, Checkpoint):
             saved.check(identity)
@@ -129,20 +135,9 @@ def solve(
 
         def advance(state: State, spans: Spans) -> tuple[State, History, bool]:
             if runtime == "debug":
-                after, entries = debug.advance(
-                    placed, tuned, state, spans, arrivals, rule, followed
-                )
+                after, entries = debug.advance(placed, tuned, state, spans, setting)
             else:
-                after, entries = compiled_advance(
-                    placed,
-                    tuned,
-                    state,
-                    padded(spans),
-                    arrivals,
-                    clients_at_once,
-                    rule,
-                    follow=followed,
-                )
+                after, entries = compiled_advance(placed, tuned, state, padded(spans), setting)
             spans, stopped = until_stopped(entries, spans)
             return after, on_host(entries, spans), stopped
 
@@ -212,6 +207,7 @@ def check_run(
     precision: str | None = None,
     clients_at_once: int | None = None,
     stop: Stop | None = None,
+    clock: Clock | None = None,
 ) -> None:
     """Refuses what cannot be run."""
     check_kind("problem", problem, Problem)
@@ -223,6 +219,7 @@ def check_run(
     if precision not in (None, "float32", "float64"):
         raise InvalidInput(f'precision must be "float32" or "float64", got {precision!r}.')
     check_stop(stop)
+    check_clock(clock, problem.n)
     algorithm.check(problem)
 
 
@@ -288,7 +285,7 @@ def on_host(entries: dict[str, Any], spans: Spans) -> History:
     first = [name for name in ("objective", "constraint", "switch") if name in entries]
     for name in dict.fromkeys([*first, *entries]):
         values = entries[name]
-        exact = values.exact() if isinstance(values, Bytes) else np.asarray(values)
+        exact = values.exact() if isinstance(values, Bytes | Seconds) else np.asarray(values)
         found[name] = exact[: len(spans)][looked]
     return found
 
@@ -354,7 +351,9 @@ def _until(spans: Spans, stop: int) -> Spans:
 def _resumed(saved: State, start: State, rounds: int) -> State:
     """The saved state, if it fits what this run would have started from."""
     if _shapes(saved) != _shapes(start):
-        raise InvalidInput("The state to resume from belongs to another problem or algorithm.")
+        raise InvalidInput(
+            "The state to resume from belongs to another problem, algorithm or clock."
+        )
     if int(saved.round) >= rounds:
         raise InvalidInput(
             f"The state to resume from has done {int(saved.round)} of {rounds} rounds."

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.clock import Clock
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import Run, Sweep
-from fedsolve.simulation import SLOTS, Follow, advance
+from fedsolve.setting import Setting
+from fedsolve.simulation import SLOTS, advance
 from fedsolve.solving import (
     Spans,
     as_follow,
@@ -46,6 +48,7 @@ def sweep(
     clients_at_once: int | None = None,
     stop: Stop | None = None,
     follow: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
     """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or
@@ -55,7 +58,7 @@ def sweep(
     compiled program, mapped over algorithm and seed. Values that change the program itself (local
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
     stop the others; the table says in which round it did. A rule `stop` ends each run by itself.
-    `follow` is as in `solve`.
+    `follow` and `clock` are as in `solve`.
     """
     cells = [
         (settings, changed, seed)
@@ -65,11 +68,11 @@ def sweep(
     if not cells:
         raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
     for _, changed, _ in cells:
-        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once, stop)
-    followed = as_follow(follow)
+        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once, stop, clock)
+    setting = Setting(None, clients_at_once, stop, as_follow(follow), clock)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
-        placed, rule = problem.on_device(dtype), as_device_array(stop, dtype)
+        placed, setting = problem.on_device(dtype), as_device_array(setting, dtype)
         tuned = [numbers_on_device(changed, dtype) for _, changed, _ in cells]
         programs: dict[Any, list[int]] = {}
         for index, each in enumerate(tuned):
@@ -80,14 +83,12 @@ def sweep(
             began = time.perf_counter()
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
-            state, chunks = _start_all(placed, stacked, keys), []
+            state, chunks = _start_all(placed, stacked, keys, clock is not None), []
             stopped = np.zeros(len(members), bool)
             for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
-                state, entries = _advance_all(
-                    placed, stacked, state, padded(now), clients_at_once, rule, stopped, followed
-                )
+                state, entries = _advance_all(placed, stacked, state, padded(now), setting, stopped)
                 chunks.append(on_host(entries, now))
-                if rule is not None:
+                if stop is not None:
                     stopped = stopped | chunks[-1]["stopped"].any(axis=0)
                 if stopped.all():
                     break
@@ -120,10 +121,11 @@ def _groups(members: list[int]) -> list[list[int]]:
 
 
 @eqx.filter_jit
-def _start_all(problem: Problem, algorithms: Algorithm, keys: Any) -> State:
-    return eqx.filter_vmap(State.start, in_axes=(None, eqx.if_array(0), 0))(
-        problem, algorithms, keys
-    )
+def _start_all(problem: Problem, algorithms: Algorithm, keys: Any, timed: bool) -> State:
+    def one(algorithm: Algorithm, key: Any) -> State:
+        return State.start(problem, algorithm, key, timed=timed)
+
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0))(algorithms, keys)
 
 
 @eqx.filter_jit
@@ -132,14 +134,13 @@ def _advance_all(
     algorithms: Algorithm,
     state: State,
     spans: Any,
-    at_once: int | None,
-    rule: Stop | None,
+    setting: Setting,
     stopped: Any,
-    follow: Follow,
 ) -> tuple[State, dict[str, Any]]:
     def one(algorithm: Algorithm, state: State, stopped: Any) -> tuple[State, dict[str, Any]]:
-        stopped = False if rule is None else stopped  # then all runs go through the same rounds
-        return advance(problem, algorithm, state, spans, None, at_once, rule, stopped, follow)
+        # Without a rule all runs go through the same rounds.
+        stopped = False if setting.stop is None else stopped
+        return advance(problem, algorithm, state, spans, setting, stopped)
 
     # Entries have their slots first, as those of a single run do.
     return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0, 0), out_axes=(0, 1))(
