@@ -147,7 +147,7 @@ BAD = {
             5,
             resume=fs.solve(problem(), fs.FedSGM(0.1), 2).state,
         ),
-        "another problem or algorithm",
+        "another problem, algorithm or clock",
     ),
     "a state that is already there": (
         lambda: fs.solve(

@@ -42,7 +42,7 @@ from fedsolve.compression import (
 )
 from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
-from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
+from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput, ProcessLost
 from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
@@ -108,6 +108,7 @@ __all__ = [
     "Participating",
     "PenaltyFedAvg",
     "Problem",
+    "ProcessLost",
     "RandK",
     "Reached",
     "Replies",

@@ -96,7 +96,16 @@ PARTS: dict[str, Callable] = (
         for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
     }
 )
-RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
+RUN_KEYS = (
+    "rounds",
+    "seed",
+    "seeds",
+    "evaluate_every",
+    "precision",
+    "clients_at_once",
+    "stop",
+    "devices",
+)
 DEPLOY_KEYS = ("deadline", "quorum", "sites")
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any

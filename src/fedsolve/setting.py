@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+from jax.sharding import Mesh
 
 from fedsolve.clock import Clock
 from fedsolve.stopping import Stop
@@ -22,3 +23,4 @@ class Setting(eqx.Module):
     stop: Stop | None = None
     follow: Follow = ()
     clock: Clock | None = None
+    mesh: Mesh | None = eqx.field(static=True, default=None)

@@ -8,6 +8,7 @@ rounds as it is told and evaluates at its end.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.devices import everywhere, kept, shared
 from fedsolve.federation import Cohort, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
@@ -53,8 +55,8 @@ class Simulation(Federation):
             return moved, jax.tree.map(jnp.asarray, reply)
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
-            data, at_once = (self._problem.samples, states), self._setting.clients_at_once
-            return map_clients(watched, cohort, data, at_once)
+            data = self._problem.samples, states
+            return map_clients(watched, cohort, data, self._setting)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -81,25 +83,57 @@ class Simulation(Federation):
         return values, arrived
 
 
-def map_clients(function: Callable, cohort: Cohort, data: PyTree, at_once: int | None) -> PyTree:
-    """`function(index, *client's data)` of a cohort: all in one `vmap`, or `at_once` at a time.
+def map_clients(
+    function: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool = False
+) -> PyTree:
+    """`function(index, *client's data)` of a cohort: all in one `vmap`, or so many at a time, and
+    on each device its part. With `rows`, the data are the cohort's own and not all clients'.
 
     A block's data are fetched where they are used, so that what a client does with them more than
     once finds them in the processor's cache, and no copy of the cohort's data is made. Where
     nothing is said, that is done for data too large for the cache.
     """
+    clients = jax.tree.leaves(data)[0].shape[0]
+    rows = rows or (isinstance(cohort, np.ndarray) and len(cohort) == clients)
+    if setting.mesh is not None:
+        return _on_each_device(function, cohort, data, setting, rows)
+    at_once = setting.clients_at_once
     if at_once is None:
         at_once = _block(data, len(cohort))
     if at_once is not None:
 
-        def one(index: Any) -> PyTree:
-            return function(index, *jax.tree.map(lambda leaf: leaf[index], data))
+        def one(client: tuple[Any, Any]) -> PyTree:
+            index, place = client
+            return function(index, *jax.tree.map(lambda leaf: leaf[place], data))
 
-        return lax.map(one, jnp.asarray(cohort), batch_size=at_once)
-    clients = jax.tree.leaves(data)[0].shape[0]
-    if not (isinstance(cohort, np.ndarray) and len(cohort) == clients):
+        who = jnp.asarray(cohort)
+        return lax.map(one, (who, jnp.arange(len(who)) if rows else who), batch_size=at_once)
+    if not rows:
         data = jax.tree.map(lambda leaf: leaf[cohort], data)
     return jax.vmap(function)(jnp.asarray(cohort), *data)
+
+
+def _on_each_device(
+    function: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool
+) -> PyTree:
+    """An equal part of the cohort on each device; the last client fills up the last part."""
+    mesh, count = setting.mesh, len(cohort)
+    assert mesh is not None
+    places = np.minimum(np.arange(count + -count % mesh.size), count - 1)
+    who = jnp.asarray(cohort)[places]
+    if not rows or len(places) > count:
+        found = places if rows else who
+        data = jax.tree.map(lambda leaf: leaf[found], data)
+    alone = dataclasses.replace(setting, mesh=None)
+
+    def part(who: Any, data: PyTree) -> PyTree:
+        return map_clients(function, who, data, alone, rows=True)
+
+    def parts(leaf: Array) -> Array:
+        return leaf.reshape(mesh.size, -1, *leaf.shape[1:])
+
+    each = jax.vmap(part)(*shared(jax.tree.map(parts, (who, data)), mesh))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], shared(each, mesh))
 
 
 def _block(data: PyTree, cohort: int) -> int | None:
@@ -116,7 +150,7 @@ def client_values(
     w: Float[Array, " d"],
     key: Key[Array, ""] | None = None,
     first: Any = 0,
-    at_once: int | None = None,
+    setting: Setting | None = None,
     gradient: bool = False,
 ) -> dict[str, PyTree]:
     """`problem.values` of each client, where the clients are numbered from `first` on; and
@@ -138,7 +172,7 @@ def client_values(
         return look(first + index, samples)
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(numbered, everyone, (problem.samples,), at_once)
+    return map_clients(numbered, everyone, (problem.samples,), setting or Setting())
 
 
 def evaluate(
@@ -150,8 +184,7 @@ def evaluate(
     """f (and ‖∇f‖², if the rule asks for it) and g over all clients, the metrics, and what else is
     to be followed, at w."""
     setting = Setting() if setting is None else setting
-    at_once, gradient = setting.clients_at_once, wants_gradient(setting.stop)
-    values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
+    values = client_values(problem, w, key, setting=setting, gradient=wants_gradient(setting.stop))
     found = combined(problem, w, values)
     for name, diagnostic in setting.follow:
         told = diagnostic(problem, problem.layout.unravel(w))
@@ -187,7 +220,8 @@ def advance(
     rule = setting.stop
 
     def step(state: State) -> tuple[State, dict[str, Any]]:
-        return Simulation(problem, state, setting).play(algorithm)
+        state, info = Simulation(problem, state, setting).play(algorithm)
+        return kept(state, problem.n, setting.mesh), info
 
     # One trace serves both the shapes and the loop.
     traced, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(state)
@@ -218,10 +252,18 @@ def advance(
         return (state, stopped | found.get("stopped", False)), info | found
 
     (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
-    return state, entries
+    return state, everywhere(entries, setting.mesh)
 
 
-compiled_start = eqx.filter_jit(State.start)
+@eqx.filter_jit
+def compiled_start(
+    problem: Problem, algorithm: Algorithm, seed: UInt32[Array, " words"], setting: Setting
+) -> State:
+    """The state before the first round, where it belongs."""
+    key, timed = jax.random.wrap_key_data(seed), setting.clock is not None
+    return kept(State.start(problem, algorithm, key, timed=timed), problem.n, setting.mesh)
+
+
 compiled_advance = eqx.filter_jit(advance)
 
 
