@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
+DOTS = (2, 2)
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "X", "s", "^")
 STYLE = {
@@ -26,17 +27,27 @@ TITLES = {
     "objective": "Objective $f(w)$",
     "constraint": "Constraint $g(w)$",
     "participation": "Contributions $N_i$",
+    "reward": "Reward of an episode",
+    "cost": "Cost of an episode",
+    "test_accuracy": "Test accuracy",
 }
+USUAL = ("objective", "constraint", "participation")
 
 
 Groups = Mapping[str, list[Any]]  # runs by label
 
 
-def plot(groups: Groups, path: str | Path | None = None) -> Any:
+def plot(
+    groups: Groups,
+    path: str | Path | None = None,
+    panels: Sequence[str] = USUAL,
+    lines: Mapping[str, float] | None = None,
+) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds: for each label the
     mean over its runs, and the band from the least to the greatest. Of what clients have one each
     (contributions), a line for each client of the last label's first run, and a dashed one where
-    the algorithm says that it settles.
+    the algorithm says that it settles. `panels` are the entries of the history that are shown, if
+    all runs have them, and `lines` a level to compare some of them with.
 
     Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
     word before a colon.
@@ -45,7 +56,7 @@ def plot(groups: Groups, path: str | Path | None = None) -> Any:
     from matplotlib.style import context
 
     runs = [run for group in groups.values() for run in group]
-    panels = [name for name in TITLES if all(name in run.history for run in runs)]
+    panels = [name for name in panels if all(name in run.history for run in runs)]
     columns = _columns(groups)
     alone = len(columns) == 1
     rows, across = (1, len(panels)) if alone else (len(panels), len(columns))
@@ -56,6 +67,8 @@ def plot(groups: Groups, path: str | Path | None = None) -> Any:
             for row, name in enumerate(panels):
                 axis = axes[0, row] if alone else axes[row, column]
                 title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
+                if name in (lines or {}):
+                    axis.axhline(dict(lines or {})[name], color="black", linewidth=0.9, dashes=DOTS)
                 _panel(axis, shown, name, title, runs, legend=alone or row == 0)
         if path is not None:
             figure.savefig(path)
@@ -132,8 +145,8 @@ def _each_client(axis: Any, run: Any, name: str, title: str) -> None:
 
 def _tolerance(line: Any, runs: list[Any]) -> None:
     tolerance = float(getattr(runs[0].algorithm, "tolerance", 0.0))
-    dots, label = (0, (2, 2)), f"tolerance {tolerance:g}"
-    line(tolerance, color="black", linewidth=0.9, linestyle=dots, label=label)
+    label = f"tolerance {tolerance:g}"
+    line(tolerance, color="black", linewidth=0.9, dashes=DOTS, label=label)
 
 
 def _curve(axis: Any, label: str, histories: list[dict], name: str, index: int) -> None:
