@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from fedsolve.checkpoints import write_atomically
 from fedsolve.errors import InvalidInput
@@ -75,10 +77,11 @@ def _numbers(entry: Entry, rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = [row["variant"]]
         for column in columns:
-            cells.append(_number(column, row.get(column), row["seeds"]))
+            found = row.get(column)
+            cells.append(_number(column, found, row["seeds"]) if found else "not reached")
             if column in beside:
                 own = entry.paper.get(row["variant"], {}).get(column)
-                cells.append("" if own is None else _plain(column, own))
+                cells.append("" if own is None else _number(column, [own]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
@@ -89,22 +92,17 @@ def _heading(column: str) -> str:
     return HEADINGS.get(name, name) + when
 
 
-def _plain(column: str, value: float, like: float | None = None) -> str:
-    """Three figures of it, or as many decimals as `like` has."""
-    if column.partition("@")[0] in SHARES:
-        return f"{100 * value:.1f} %"
-    if column in ("CR", "violations"):
-        return f"{value:.0f}"
-    size = abs(value if like is None else like)
-    decimals = 2 - math.floor(math.log10(size)) if size else 1
-    return f"{value:.{min(max(decimals, 1), 4)}f}"
-
-
-def _number(column: str, found: list[float] | None, seeds: int) -> str:
-    if found is None:
-        return "not reached"
-    middle = _plain(column, found[0])
-    return f"{middle} ± {_plain(column, found[1], found[0])}" if seeds > 1 else middle
+def _number(column: str, found: Sequence[float], seeds: int = 1) -> str:
+    """Three figures of the middle, with the spread over several seeds to as many decimals."""
+    name, unit = column.partition("@")[0], ""
+    if name in SHARES:
+        found, unit, decimals = [100 * value for value in found], " %", 1
+    elif column in ("CR", "violations"):
+        decimals = 0
+    else:
+        decimals = min(max(2 - math.floor(math.log10(abs(found[0]) or 1)), 1), 4)
+    shown = [f"{value:.{decimals}f}" for value in found]
+    return (" ± ".join(shown) if seeds > 1 else shown[0]) + unit
 
 
 def _made(entry: Entry, summary: Summary) -> str:
@@ -147,8 +145,10 @@ def _keep(made: Path, kept: Path) -> None:
     if summary["size"] == "quick" and before == "full":
         return
     place.mkdir(parents=True, exist_ok=True)
-    for name in ("summary.json", *summary["pictures"]):
-        shutil.copyfile(made / name, place / name)
+    shutil.copyfile(made / "summary.json", place / "summary.json")
+    for name in summary["pictures"]:  # in 64 colours, which keeps them small
+        with Image.open(made / name) as picture:
+            picture.convert("RGB").quantize(64).save(place / name, optimize=True)
 
 
 def whole(kept: Path) -> tuple[str, list[str]]:
