@@ -258,7 +258,7 @@ def _reproduce(
     wanted = {"name": name, "quick": quick, "seeds": seeds}
     place = out_dir or REPRODUCED / (f"{name}-quick" if quick else name)
     planned = of.plan(entry, quick, seeds)
-    of.begin(place, wanted)
+    by = of.begin(place, wanted)
     words = ["fedsolve", "reproduce", name, *(["--quick"] if quick else [])]
     words += ["--seeds", str(seeds)] if seeds is not None else []
     again = shlex.join([*words, *(["-o", str(out_dir)] if out_dir else [])])
@@ -281,7 +281,8 @@ def _reproduce(
         results[label] = of.recorded(contents, experiment)
         contents.table.insert(0, "experiment", label)
         tables.append(contents.table)
-    made = of.made(entry, quick, shlex.join(words), seconds)
+    made = {"size": "quick" if quick else "full", "changes": of.changes(entry, quick)}
+    made |= {"command": shlex.join(words), **by, "seconds": round(seconds, 1)}
     summary = of.finish(entry, results, place, made)
     of.write_data(place / "data.csv", tables)
     checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())

@@ -61,6 +61,7 @@ class Entry:
     picture: str = "curves"  # or "trade-off"
     panels: Sequence[str] = plots.USUAL
     lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    band: float | None = None  # standard deviations; None: from the least to the greatest
     columns: Sequence[str] = ()
     paper: Mapping[str, Mapping[str, float | int]] = dataclasses.field(default_factory=dict)
     claims: Sequence[Sequence[str]] = ()
@@ -251,21 +252,25 @@ def _spread(column: str, values: list[float]) -> list[float] | None:
 def _draw(entry: Entry, groups: Groups) -> Any:
     if entry.picture == "trade-off":
         return plots.tradeoff(groups)
-    return plots.plot(groups, panels=entry.panels, lines=entry.lines)
+    return plots.plot(groups, panels=entry.panels, lines=entry.lines, band=entry.band)
 
 
-def begin(place: Path, wanted: dict[str, Any]) -> None:
-    """Makes the folder of a reproduction, or sees that it is one of the same."""
+def begin(place: Path, wanted: dict[str, Any]) -> dict[str, str]:
+    """Makes the folder of a reproduction, or sees that it is one of the same; tells when, where and
+    by what it was begun."""
     note = place / "reproduction.json"
     try:
         if note.is_file():
-            if json.loads(note.read_text(encoding="utf-8")) != wanted:
+            begun = json.loads(note.read_text(encoding="utf-8"))
+            if begun["wanted"] != wanted:
                 raise InvalidInput(f"{place} is of another reproduction; choose a folder with -o.")
-        elif place.exists() and (not place.is_dir() or any(place.iterdir())):
+            return begun["by"]
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise InvalidInput(f"{place} exists and is not empty; choose another folder with -o.")
-        else:
-            place.mkdir(parents=True, exist_ok=True)
-            write_atomically(note, json.dumps(wanted).encode())
+        place.mkdir(parents=True, exist_ok=True)
+        by = {"date": datetime.date.today().isoformat(), **origin(), "machine": machine()}
+        write_atomically(note, (json.dumps({"wanted": wanted, "by": by}) + "\n").encode())
+        return by
     except OSError as error:
         raise InvalidInput(f"Cannot write to {place}: {error.strerror}.") from error
 
@@ -279,20 +284,12 @@ def finished(path: Path) -> bool:
     return facts.get("status") == "finished"
 
 
-def made(entry: Entry, quick: bool, command: str, seconds: float) -> dict[str, Any]:
-    """How results came about, for their summary."""
-    changes = dict(entry.quick["set"]) if quick else {}
-    if quick and "variants" in entry.quick:
-        changes["variants"] = len(entry.quick["variants"])
-    return {
-        "size": "quick" if quick else "full",
-        "changes": changes,
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        **origin(),
-        "machine": machine(),
-        "seconds": round(seconds, 1),
-    }
+def changes(entry: Entry, quick: bool) -> dict[str, Any]:
+    """What the small version changes."""
+    if not quick:
+        return {}
+    chosen = {"variants": len(entry.quick["variants"])} if "variants" in entry.quick else {}
+    return dict(entry.quick["set"]) | chosen
 
 
 def write_data(path: Path, tables: list[Any]) -> None:

@@ -38,7 +38,8 @@ what they cost.
 
 Numbers are means over seeds, ± the standard deviation over seeds, of the last fifth of a run's
 evaluations unless a round is named; *over ε* is the share of those evaluations with g above the
-tolerance. In pictures, lines are means and bands go from the least to the greatest seed.
+tolerance. In pictures, lines are means and bands go from the least to the greatest seed (CartPole:
+0.2 standard deviations, as in its paper).
 """
 
 
