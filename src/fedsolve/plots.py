@@ -63,7 +63,8 @@ def plot(
     alone = len(columns) == 1
     rows, across = (1, len(panels)) if alone else (len(panels), len(columns))
     with context(STYLE):
-        crowded = alone and len(groups) > 3
+        single = all(runs[0].history[name].ndim == 1 for name in panels)  # not a line a client
+        crowded = alone and single and len(groups) > 3
         wide = 3.4 * across + (1.6 if crowded else 0.2)
         figure = Figure(figsize=(wide, 2.6 * rows + 0.1), layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
