@@ -53,7 +53,7 @@ from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
 from fedsolve.schedules import Diminishing
 from fedsolve.solving import solve
-from fedsolve.stopping import Reached, Stationary
+from fedsolve.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
 
@@ -99,6 +99,7 @@ __all__ = [
     "InvalidInput",
     "Maximum",
     "Mean",
+    "NearOptimum",
     "Optimizer",
     "Packet",
     "Participating",
@@ -111,6 +112,7 @@ __all__ = [
     "Simplex",
     "Soft",
     "Stationary",
+    "StationaryForSize",
     "Statistics",
     "Strategic",
     "Sweep",
