@@ -140,7 +140,9 @@ def _run(
     resume: str | None,
     checkpoint_every: int | None,
     stopped: Flag,
+    again: str | None = None,
 ) -> None:
+    """Runs it all; `again` is the command that goes on with it, where that is another one."""
     import fedsolve as fs
     from fedsolve import checkpoints
     from fedsolve.fields import check_count
@@ -197,7 +199,7 @@ def _run(
         fail(f"Cannot write to {folder}: {error.strerror}.", 1)
     out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
     if status == "interrupted":
-        command = f"fedsolve run --resume {shlex.quote(str(folder))}"
+        command = again or f"fedsolve run --resume {shlex.quote(str(folder))}"
         out.print(f"To go on: {command}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)

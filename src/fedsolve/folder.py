@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 import tomli_w
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from safetensors.numpy import save as as_safetensors
 
 from fedsolve.checkpoints import write_atomically
@@ -84,6 +88,36 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
         effort(groups, path / "rounds.png")
     if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a folder of runs holds."""
+
+    config: dict[str, Any]
+    facts: dict[str, Any]  # run.json
+    table: Any  # the tidy history; `variant` is "" where there are none
+    wide: dict[str, np.ndarray]  # `variant/seed-0/name`: entries that are more than a number
+
+
+def read(path: Path) -> Contents:
+    """What is in a folder of finished runs."""
+    import pandas as pd
+
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        table = pd.read_csv(path / "history.csv", keep_default_na=False, na_values=[""])
+        wide = load_file(file) if (file := path / "history.safetensors").exists() else {}
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        raise InvalidInput(f"{path} is no folder of a finished run: it has no {name}.") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}.") from None
+    if "variant" not in table:
+        table.insert(0, "variant", "")
+    table["variant"] = table["variant"].astype(str)
+    return Contents(config, facts, table, wide)
 
 
 def _facts() -> dict[str, Any]:
