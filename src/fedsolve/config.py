@@ -91,7 +91,15 @@ PARTS: dict[str, Callable] = (
     | PARTICIPATION
     | {
         part.__name__: part
-        for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
+        for part in (
+            fs.problems.discovery_game,
+            fs.Hard,
+            fs.Soft,
+            fs.Cosine,
+            fs.Diminishing,
+            fs.SGD,
+            fs.Adam,
+        )
     }
 )
 RUN_KEYS = ("rounds", "seed", "seeds", "evaluate_every", "precision", "clients_at_once", "stop")
