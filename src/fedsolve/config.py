@@ -94,7 +94,15 @@ PARTS: dict[str, Callable] = (
     | PARTICIPATION
     | {
         part.__name__: part
-        for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
+        for part in (
+            fs.problems.discovery_game,
+            fs.Hard,
+            fs.Soft,
+            fs.Cosine,
+            fs.Diminishing,
+            fs.SGD,
+            fs.Adam,
+        )
     }
 )
 SEED_KEYS = ("seed", "seeds", "instances")
