@@ -178,7 +178,7 @@ def _run(
             label = f"{variant or experiment.name}, seed {each}"
             with Progress(label, experiment.options["rounds"]) as progress:
                 done = fs.solve(
-                    *experiment.cells[variant],
+                    *experiment.cell(variant, each),
                     seed=each,
                     progress=progress,
                     interrupted=stopped,

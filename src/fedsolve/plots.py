@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,37 @@ def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
         if path is not None:
             figure.savefig(path)
     return figure
+
+
+def effort(groups: Groups, path: str | Path | None = None) -> Any:
+    """How many rounds runs took until a rule stopped them, where labels are of the form
+    "FedADMM: k_0 = 5": a curve for each word before the colon, the median over runs (and the band
+    from the least to the greatest) against the number after it."""
+    from matplotlib.figure import Figure
+    from matplotlib.style import context
+
+    with context(STYLE):
+        figure = Figure(figsize=(4.4, 2.8), layout="constrained")
+        axis = figure.subplots()
+        for index, (heading, shown) in enumerate(_columns(groups).items()):
+            names, numbers = zip(*(label.split(" = ") for label in shown), strict=True)
+            taken = [[run.rounds for run in runs] for runs in shown.values()]
+            color, at = COLORS[index % len(COLORS)], [float(number) for number in numbers]
+            middle = [np.median(rounds) for rounds in taken]
+            axis.plot(at, middle, "o-", color=color, markersize=3, linewidth=1.2, label=heading)
+            lowest, highest = zip(*((min(rounds), max(rounds)) for rounds in taken), strict=True)
+            axis.fill_between(at, lowest, highest, color=color, alpha=0.2, linewidth=0)
+            axis.set(xlabel=names[0], ylabel="Rounds")
+        axis.set_yscale("log")
+        figure.legend(loc="outside right upper")
+        if path is not None:
+            figure.savefig(path)
+    return figure
+
+
+def has_numbers(labels: Iterable[str]) -> bool:
+    """Whether all labels are of the form "FedADMM: k_0 = 5"."""
+    return all(re.fullmatch(r".+: .+ = -?[\d.]+(e-?\d+)?", label) for label in labels)
 
 
 def _columns(groups: Groups) -> dict[str, Groups]:
