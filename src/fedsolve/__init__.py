@@ -35,10 +35,10 @@ from fedsolve.compression import (
     Float8,
     Float16,
     Identity,
-    Packet,
     RandK,
     TopK,
 )
+from fedsolve.packets import Packet
 from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
@@ -51,9 +51,9 @@ from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
-from fedsolve.schedules import Diminishing
+from fedsolve.schedules import Cosine, Diminishing
 from fedsolve.solving import solve
-from fedsolve.stopping import Reached, Stationary
+from fedsolve.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
 from fedsolve.tracking import Follower, Tracked, Tracker
@@ -76,6 +76,7 @@ __all__ = [
     "Compose",
     "Compressor",
     "Constraint",
+    "Cosine",
     "Diminishing",
     "Diverged",
     "Domain",
@@ -101,6 +102,7 @@ __all__ = [
     "InvalidInput",
     "Maximum",
     "Mean",
+    "NearOptimum",
     "Optimizer",
     "Packet",
     "Participating",
@@ -113,6 +115,7 @@ __all__ = [
     "Simplex",
     "Soft",
     "Stationary",
+    "StationaryForSize",
     "Statistics",
     "Strategic",
     "Sweep",

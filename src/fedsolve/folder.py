@@ -23,7 +23,7 @@ from safetensors.numpy import save as as_safetensors
 
 from fedsolve.checkpoints import write_atomically
 from fedsolve.errors import InvalidInput
-from fedsolve.plots import plot, tradeoff
+from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.runs import Run, tidy
 
 Runs = Mapping[str, list[Run]]  # by variant
@@ -96,8 +96,11 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
     plot(runs, path / "plot.png")
+    groups = {v: all for v, all in runs.items() if all}
+    if "stop" in config["run"] and has_numbers(groups):
+        effort(groups, path / "rounds.png")
     if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
-        tradeoff({v: all for v, all in runs.items() if all}, path / "trade-off.png")
+        tradeoff(groups, path / "trade-off.png")
 
 
 @dataclasses.dataclass(frozen=True)

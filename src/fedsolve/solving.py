@@ -33,7 +33,7 @@ from fedsolve.simulation import (
     compiled_advance,
     compiled_start,
 )
-from fedsolve.stopping import Stop, check_stop
+from fedsolve.stopping import Stop, check_stop, for_problem
 
 Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
@@ -86,6 +86,7 @@ def solve(
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
     followed = as_follow(follow)
+    stop = for_problem(stop, problem)
     if checkpoint_every is not None:
         check_count("checkpoint_every", checkpoint_every)
     saved = load(resume) if isinstance(resume, str | Path) else resume

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.compression import Packet
 from fedsolve.flare.site import START
 from fedsolve.flare.wire import (
     Protocol,
@@ -24,6 +23,7 @@ from fedsolve.flare.wire import (
     size_of,
     take,
 )
+from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 
 

@@ -16,11 +16,11 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.compression import Packet
 from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.flare.link import Link, TooFew
 from fedsolve.flare.site import ANY, write
 from fedsolve.flare.wire import decode, encode, take
+from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 from fedsolve.runs import History, Run
 from fedsolve.simulation import client_values, combined
