@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,3 +11,14 @@ programs = Path(__file__).parent.parent / ".pytest_cache" / "programs"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 sys.path.insert(0, str(Path(__file__).parent))  # oracles and examples are modules of their own
+
+
+def pytest_runtest_teardown(nextitem):
+    """A process may map 65,530 pieces of memory, and every compiled program takes a few: the
+    thousands that all tests compile together do not fit (XLA then dies of a segmentation fault)."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        import jax  # not before the environment above is set
+
+        jax.clear_caches()
+        gc.collect()

@@ -308,3 +308,28 @@ def test_variants_may_pool_the_problem(fedsolve, tmp_path):
     status, _, told = fedsolve("run", "pool.toml", "--set", "problem.pooled=1")
     assert status == 2
     assert "problem.pooled must be true or false, got 1." in told
+
+
+def test_a_seed_may_be_an_instance_of_the_problem(fedsolve, tmp_path):
+    (tmp_path / "instances.toml").write_text(
+        """
+        title = "how many rounds, by k_0"
+        problem = { kind = "linear_regression", clients = 6, size = 4, smallest = 5, largest = 8 }
+        algorithm = { kind = "FedADMM", participants = 3 }
+        run = { rounds = 99, seeds = [2, 5], instances = true, stop = { kind = "NearOptimum" } }
+        [variants]
+        "FedADMM: k_0 = 1" = { "algorithm.local_iterations" = 1 }
+        "FedADMM: k_0 = 3" = { "algorithm.local_iterations" = 3 }
+        """
+    )
+    assert fedsolve("run", "instances.toml", "--out", "x")[0] == 0
+    assert (tmp_path / "x/rounds.png").stat().st_size > 5000
+    found = json.loads((tmp_path / "x/run.json").read_text())["rounds"]
+    for seed in (2, 5):
+        problem = fs.problems.linear_regression(6, 4, 5, 8, seed=seed)
+        algorithm = fs.FedADMM(participants=3, local_iterations=3)
+        expected = fs.solve(problem, algorithm, 99, seed=seed, stop=fs.NearOptimum())
+        assert found[f"FedADMM: k_0 = 3/seed-{seed}"] == expected.rounds < 99
+    status, _, told = fedsolve("run", "instances.toml", "--set", "run.instances=2")
+    assert status == 2
+    assert "run.instances must be true or false, got 2." in told

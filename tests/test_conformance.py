@@ -65,6 +65,10 @@ ALGORITHMS = {
     "FedADMM, Top-K": fs.FedADMM(
         participants=3, local_iterations=2, penalty=1.0, accuracy=1e-4, uplink=fs.TopK(0.6)
     ),
+    "FedAvgAll": fs.FedAvgAll(0.05, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
+    "FedProx": fs.FedProx(0.05, participants=3, local_steps=2, proximity=0.1),
+    "FedAlt": fs.FedAlt(0.05, participants=3, local_steps=2, personal_steps=1),
+    "FedSim, Top-K": fs.FedSim(0.05, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
     "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }

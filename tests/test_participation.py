@@ -295,6 +295,14 @@ def test_a_local_optimiser_is_the_one_of_optax():
         fs.solve(problem, fs.FedAvg(0.05, local_steps=3), rounds=9, precision="float64").params,
         atol=1e-12,
     )
+    falling = fs.SGD(fs.Cosine(0.05, 9))  # the last round's step is 0.05 (1 + cos(8π/9))/2
+    planned = fs.FedAvg(1.0, local_steps=3, local_optimizer=falling)
+    same = fs.FedAvg(lambda r: 0.025 * (1 + jnp.cos(jnp.pi * r / 9)), local_steps=3)
+    np.testing.assert_allclose(
+        fs.solve(problem, planned, rounds=9, precision="float64").params,
+        fs.solve(problem, same, rounds=9, precision="float64").params,
+        atol=1e-12,
+    )
 
 
 def test_three_words_of_configuration():

@@ -85,6 +85,24 @@ def test_each_run_of_a_sweep_stops_by_itself(problem):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+def test_rules_that_must_know_the_problem(problem):
+    """f* is lstsq's, (30)'s tolerance is the problem's own; and the same in solve and sweep."""
+    data = problem.samples.values
+    rows = data["inputs"].reshape(-1, 5)
+    best = np.linalg.lstsq(rows, data["targets"].ravel(), rcond=None)[0]
+    f = 0.5 * np.mean((rows @ best - data["targets"].ravel()) ** 2)
+    near = fs.NearOptimum(within=0.1)
+    np.testing.assert_allclose(near.of(problem).objective, f + 0.1 * (1 + f), rtol=1e-9)
+    below = fs.StationaryForSize(accuracy=1e-2, test="code").of(problem).below
+    assert below == fs.theory.fedadmm.tolerance(problem, 1e-2, "code")
+    one = fs.solve(problem, ALGORITHM, 160, stop=near)
+    assert one.rounds < 160
+    assert one.history["objective"][-1] <= f + 0.1 * (1 + f) < one.history["objective"][-2]
+    swept = fs.sweep([problem, problem], ALGORITHM, 160, stop=near)
+    assert [run.rounds for run in swept.runs] == [one.rounds] * 2
+    assert list(swept.table["instance"]) == [0, 1]
+
+
 def test_another_tolerance_traces_nothing(problem):
     traces = []
 
@@ -104,6 +122,8 @@ def test_another_tolerance_traces_nothing(problem):
     [
         (lambda: fs.Stationary(below=0.0), "below must be positive"),
         (lambda: fs.Reached("soon"), "objective must be a number"),
+        (lambda: fs.NearOptimum(0.0), "within must be positive"),
+        (lambda: fs.NearOptimum().of(examples.least_squares()), "without constraint only"),
         (
             lambda: fs.solve(examples.least_squares(), ALGORITHM, 3, stop=fs.Stationary),
             "stop must be a rule",

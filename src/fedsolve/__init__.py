@@ -36,10 +36,10 @@ from fedsolve.compression import (
     Float8,
     Float16,
     Identity,
-    Packet,
     RandK,
     TopK,
 )
+from fedsolve.packets import Packet
 from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput, ProcessLost
@@ -52,11 +52,12 @@ from fedsolve.problem import Client, Problem
 from fedsolve.replies import Replies
 from fedsolve.runs import Run, Sweep
 from fedsolve.samples import stack_clients
-from fedsolve.schedules import Diminishing
+from fedsolve.schedules import Cosine, Diminishing
 from fedsolve.solving import solve
-from fedsolve.stopping import Reached, Stationary
+from fedsolve.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
+from fedsolve.tracking import Follower, Tracked, Tracker
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,7 @@ __all__ = [
     "Compose",
     "Compressor",
     "Constraint",
+    "Cosine",
     "Diminishing",
     "Diverged",
     "Domain",
@@ -92,6 +94,7 @@ __all__ = [
     "Float4",
     "Float8",
     "Float16",
+    "Follower",
     "Game",
     "Hard",
     "IPPConEx",
@@ -103,6 +106,7 @@ __all__ = [
     "Maximum",
     "Mean",
     "Mixture",
+    "NearOptimum",
     "Optimizer",
     "Packet",
     "Participating",
@@ -116,11 +120,14 @@ __all__ = [
     "Simplex",
     "Soft",
     "Stationary",
+    "StationaryForSize",
     "Statistics",
     "Strategic",
     "Sweep",
     "Switching",
     "TopK",
+    "Tracked",
+    "Tracker",
     "WholeSpace",
     "datasets",
     "games",

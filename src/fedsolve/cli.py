@@ -9,12 +9,14 @@ import shlex
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedsolve.errors import InvalidInput
@@ -31,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+REPRODUCED = Path("reproduced")  # where `fedsolve reproduce` writes
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 Name = Annotated[str, typer.Argument(help="An experiment (see `fedsolve list`) or a TOML file.")]
@@ -115,6 +118,10 @@ def run(
         int | None,
         typer.Option(metavar="ROUNDS", help="Save so often; by default every half minute."),
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(metavar="mlflow[=ADDRESS]", help="Also tell a tracker; again when resumed."),
+    ] = None,
 ) -> None:
     """Runs an experiment and writes its folder; or goes on with one that was stopped."""
     with Flag(signal.SIGINT, signal.SIGTERM) as stopped, warnings.catch_warnings():
@@ -131,7 +138,7 @@ def run(
         else:
             experiment = _experiment(str(Path(resume, "config.toml")), changes)
             experiment = dataclasses.replace(experiment, name=Path(resume).resolve().name)
-        _run(experiment, out_dir, resume, checkpoint_every, stopped)
+        _run(experiment, out_dir, resume, checkpoint_every, stopped, track=track or [])
 
 
 def _run(
@@ -140,44 +147,70 @@ def _run(
     resume: str | None,
     checkpoint_every: int | None,
     stopped: Flag,
+    again: str | None = None,
+    track: Sequence[str] = (),
 ) -> None:
-    import fedsolve as fs
+    """Runs it all; `again` is the command that goes on with it, where that is another one."""
     from fedsolve import checkpoints
     from fedsolve.fields import check_count
-    from fedsolve.folder import begin, checkpoint_of, new_folder, save
-    from fedsolve.simulation import keep_compiled_programs
+    from fedsolve.folder import alone, new_folder
     from fedsolve.solving import check_run
+    from fedsolve.tracking import made
 
     for variant, (problem, algorithm) in experiment.cells.items():
         check_run(problem, algorithm, clock=experiment.clocks[variant], **experiment.options)
     if checkpoint_every is not None:
         check_count("--checkpoint-every", checkpoint_every)
-    saved: dict[int, checkpoints.Checkpoint] = {}
+    for text in track:
+        made(text)
     if resume is None:
         folder = new_folder(out_dir, experiment.name)
     else:
         folder = Path(resume)
         checkpoints.check_writable(folder)
-        for number in range(len(experiment.runs)):
-            if checkpoints.exists(place := checkpoint_of(folder, number)):
-                saved[number] = checkpoints.load(place)
-                done, wanted = saved[number].round, experiment.options["rounds"]
-                if done > wanted:
-                    raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
-    begin(folder, experiment.resolved)
+    with alone(folder):
+        _run_in(folder, experiment, checkpoint_every, stopped, track, again)
+
+
+def _run_in(
+    folder: Path,
+    experiment: Experiment,
+    checkpoint_every: int | None,
+    stopped: Flag,
+    track: Sequence[str],
+    again: str | None,
+) -> None:
+    import fedsolve as fs
+    from fedsolve import checkpoints
+    from fedsolve.folder import begin, checkpoint_of, save
+    from fedsolve.simulation import keep_compiled_programs
+    from fedsolve.tracking import Tracking
+
+    saved: dict[int, checkpoints.Checkpoint] = {}
+    for number in range(len(experiment.runs)):
+        if checkpoints.exists(place := checkpoint_of(folder, number)):
+            saved[number] = checkpoints.load(place)
+            done, wanted = saved[number].round, experiment.options["rounds"]
+            if done > wanted:
+                raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
+    try:
+        begin(folder, experiment.resolved)
+        tracking = Tracking(folder, track, experiment, _tell)
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
     cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     keep_compiled_programs(Path(cache, "fedsolve", "programs"))
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
-    status, message, code = "finished", "", 0
+    status, message, code, number = "finished", "", 0, 0
     try:
         for number, (variant, each) in enumerate(experiment.runs):
             label = f"{variant or experiment.name}, seed {each}"
             with Progress(label, experiment.options["rounds"]) as progress:
                 done = fs.solve(
-                    *experiment.cells[variant],
+                    *experiment.cell(variant, each),
                     seed=each,
                     clock=experiment.clocks[variant],
-                    progress=progress,
+                    progress=tracking.follow(number, progress),
                     interrupted=stopped,
                     checkpoint=checkpoint_of(folder, number),
                     checkpoint_every=checkpoint_every,
@@ -185,20 +218,25 @@ def _run(
                     **experiment.options,
                 )
                 runs[variant].append(done)
+                tracking.end(number, "finished", done.history)
     except (fs.Diverged, fs.Interrupted) as stop:
         runs[next(v for v, group in runs.items() if len(group) < len(experiment.seeds))].append(
             stop.run
         )
         status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
         message, code = str(stop), 1 if stopped.caught is None else 128 + stopped.caught
+        tracking.end(number, status, stop.run.history)
+    tracking.close_table()
     out.print(closing_table(runs))
     try:
         save(folder, runs, experiment.resolved, status, message)
     except OSError as error:
         fail(f"Cannot write to {folder}: {error.strerror}.", 1)
     out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
+    command = again or f"fedsolve run --resume {shlex.quote(str(folder))}"
+    for missed in tracking.close(impatient=stopped if status == "finished" else lambda: False):
+        _tell(f"{missed} It is all in {folder}; to send it: {command}")
     if status == "interrupted":
-        command = f"fedsolve run --resume {shlex.quote(str(folder))}"
         out.print(f"To go on: {command}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)
@@ -206,6 +244,101 @@ def _run(
 
 def _tell(message: Warning | str, *_: Any) -> None:
     err.print("Warning:", str(message), style="yellow", markup=False, soft_wrap=True)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="Such as fedsgm/figure-2; without it, all are listed.")
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small, in minutes on a CPU.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="Where to write.")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page of all that was reproduced below DIR."),
+    ] = None,
+) -> None:
+    """Runs a figure or table of the papers, and shows it beside what the paper says.
+
+    The same command goes on with what was stopped.
+    """
+    from fedsolve.results import whole_page
+
+    if page is not None:
+        if name is not None or quick or seeds is not None:
+            raise InvalidInput("--page FILE takes what is there: name no figure beside it.")
+        shown = whole_page(page, out_dir or REPRODUCED)
+        out.print(f"Written to {page}: {len(shown)} figures and tables.", markup=False)
+    elif name is None or list_all:
+        out.print(catalogue_table())
+    else:
+        with Flag(signal.SIGINT, signal.SIGTERM) as stopped, warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _tell
+            _reproduce(name, quick, seeds, out_dir, stopped)
+
+
+def _reproduce(
+    name: str, quick: bool, seeds: int | None, out_dir: Path | None, stopped: Flag
+) -> None:
+    from fedsolve import checkpoints, folder
+    from fedsolve import reproduce as of
+    from fedsolve.results import page
+
+    entry = of.find(name)
+    wanted = {"name": name, "quick": quick, "seeds": seeds}
+    place = out_dir or REPRODUCED / (f"{name}-quick" if quick else name)
+    planned = of.plan(entry, quick, seeds)
+    by = of.begin(place, wanted)
+    words = ["fedsolve", "reproduce", name, *(["--quick"] if quick else [])]
+    words += ["--seeds", str(seeds)] if seeds is not None else []
+    again = shlex.join([*words, *(["-o", str(out_dir)] if out_dir else [])])
+    runs = sum(len(experiment.runs) for experiment in planned.values())
+    expected = of.duration(of.minutes(entry, quick, seeds))
+    told = f"{name}: {runs} runs, about {expected} on 2 cores"
+    if entry.gpu_minutes and not quick:
+        told += f" (on a GPU about {of.duration(entry.gpu_minutes)}; --quick is small)"
+    out.print(f"{told}.", markup=False, soft_wrap=True)
+    results: dict[str, of.Groups] = {}
+    seconds, tables = 0.0, []
+    for label, experiment in planned.items():
+        own = place / "runs" / label
+        if not of.finished(own):
+            there = own.exists()
+            new, old = (None, str(own)) if there else (str(own), None)
+            _run(experiment, new, old, None, stopped, again)
+        contents = folder.read(own)
+        seconds += sum(contents.facts["seconds"].values())
+        results[label] = of.recorded(contents, experiment)
+        contents.table.insert(0, "experiment", label)
+        tables.append(contents.table)
+    made = {"size": "quick" if quick else "full", "changes": of.changes(entry, quick)}
+    made |= {"command": shlex.join(words), **by, "seconds": round(seconds, 1)}
+    summary = of.finish(entry, results, place, made)
+    of.write_data(place / "data.csv", tables)
+    checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())
+    out.print(f"Written to {place}{os.sep}: page.md", markup=False, soft_wrap=True)
+
+
+def catalogue_table() -> Table:
+    from fedsolve import reproduce as of
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("figure or table", "shows", "state", "quick", "full", "on a GPU"):
+        table.add_column(column, no_wrap=column != "shows")
+    entries = of.catalogue()
+    for paper, text in of.papers().items():
+        table.add_row(f"[bold]{paper}[/bold]", f"[bold]{text['title']}[/bold]")
+        for entry in entries.values():
+            if entry.paper_of == paper:
+                missing = entry.note if entry.state != "whole" else ""
+                shows = f"{entry.shows}. [dim]{escape(missing)}[/dim]" if missing else entry.shows
+                table.add_row(entry.name, shows, entry.state, *of.costs(entry))
+    return table
 
 
 @app.command()

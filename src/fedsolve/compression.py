@@ -1,12 +1,12 @@
 """Compression: what is sent instead of a vector.
 
-A compressor C maps a vector v ∈ ℝᵈ to a `Packet`, whose arrays are what travels, and
+A compressor C maps a vector v ∈ ℝᵈ to a `Packet` (packets.py), whose arrays are what travels, and
 `packet.dense()` is C(v). Either of two properties keeps federated methods convergent:
 
     contractive   E‖C(v) − v‖² ≤ (1 − q)‖v‖²                 `contraction(d)` is q ∈ (0, 1]
     unbiased      E C(v) = v  and  E‖C(v) − v‖² ≤ ω‖v‖²      `variance(d)` is ω ≥ 0
 
-Biased contractive compressors need error feedback; unbiased ones do not.
+Biased contractive compressors need error feedback (feedback.py); unbiased ones do not.
 
     name          C(v)                                        sent             bound
     Identity      v                                           v                q = 1, ω = 0
@@ -40,68 +40,9 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped, UInt
 
 from fedsolve.errors import InvalidInput
+from fedsolve.packets import Dense, Packet, Sparse
 
 Kept = tuple[Int[Array, " kept"], Float[Array, " kept"]]
-
-
-class Packet(eqx.Module):
-    """What is sent: its array leaves. Both ends know shapes and formats, which cost nothing."""
-
-    @abc.abstractmethod
-    def dense(self) -> Float[Array, " d"]:
-        """The vector that this packet stands for."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size on the wire; of stacked packets, of all together."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
-    def weighted_sum(self, weights: Float[Array, " m"]) -> Float[Array, " d"]:
-        """Σᵢ weightsᵢ · packetᵢ.dense(), where self is m packets stacked by `jax.vmap`."""
-        return jnp.tensordot(weights, _rows(self, weights), axes=1, precision="highest")
-
-
-def _rows(stacked: Packet, weights: Float[Array, " m"]) -> Float[Array, "m d"]:
-    """The m vectors. Weight 0 means no answer: the packet may hold anything, and 0 · NaN is NaN."""
-    rows = jax.vmap(lambda packet: packet.dense())(stacked)
-    return jnp.where(weights[:, None] != 0, rows, 0)
-
-
-class Dense(Packet):
-    """The vector itself."""
-
-    vector: Float[Array, " d"]
-
-    def dense(self) -> Float[Array, " d"]:
-        return self.vector
-
-
-class Sparse(Packet):
-    """Some entries of a vector; their values are a packet in turn.
-
-    The vector is cut into blocks of `block` entries, and each sends `share` of them (a short last
-    one perhaps fewer). An index counts from the start of its block, so that it stays narrow.
-    """
-
-    indices: UInt[Array, " kept"]
-    values: Packet
-    size: int = eqx.field(static=True)
-    block: int = eqx.field(static=True)
-    share: int = eqx.field(static=True)
-
-    def positions(self) -> Int[Array, "*m kept"]:
-        """Indices into the whole vector, of one packet or of a stack."""
-        slots = jnp.arange(self.indices.shape[-1], dtype=jnp.int32)
-        return self.indices.astype(jnp.int32) + self.block * (slots // self.share)
-
-    def dense(self) -> Float[Array, " d"]:
-        values = self.values.dense()
-        return jnp.zeros(self.size, values.dtype).at[self.positions()].set(values)
-
-    def weighted_sum(self, weights: Float[Array, " m"]) -> Float[Array, " d"]:
-        # One scatter of what was sent: m dense vectors never exist.
-        terms = weights[:, None] * _rows(self.values, weights)
-        return jnp.zeros(self.size, terms.dtype).at[self.positions()].add(terms)
 
 
 class Scaled(Packet):
@@ -420,28 +361,3 @@ class Compose(Compressor):
         # Second moments multiply: E‖C(v)‖² ≤ (1 + ω₂) E‖C₁(v)‖² ≤ (1 + ω₂)(1 + ω₁)‖v‖².
         inner = self.second.variance(self.first.kept(size))
         return (1 + self.first.variance(size)) * (1 + inner) - 1
-
-
-def no_residual(uplink: Compressor, w: Float[Array, " d"]) -> Float[Array, " d"] | None:
-    """What a client has not sent yet, at first: nothing. None where there never will be any."""
-    return None if uplink.unbiased else jnp.zeros_like(w)
-
-
-def with_feedback(
-    uplink: Compressor, residual: Float[Array, " d"] | None, v: Float[Array, " d"], key: Any
-) -> tuple[Float[Array, " d"] | None, Packet]:
-    """EF14: sends residual + v as far as the compressor lets it, and keeps the rest for later; an
-    unbiased compressor needs none of that. The residual after, and the packet."""
-    if residual is None:
-        return None, uplink(v, key)
-    packet = uplink(residual + v, key)
-    return residual + v - packet.dense(), packet
-
-
-def check_downlink(downlink: Compressor) -> None:
-    """Refuses a downlink that EF21-P cannot use."""
-    if not downlink.contractive:
-        raise InvalidInput(
-            "The downlink must be contractive, as EF21-P needs it: "
-            f"{type(downlink).__name__} is unbiased (RandK(unbiased=False) would do)."
-        )

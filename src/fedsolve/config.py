@@ -50,7 +50,10 @@ PROBLEMS: dict[str, Callable] = {
     "neyman_pearson": fs.problems.neyman_pearson,
     "phase_retrieval": fs.problems.phase_retrieval,
 }
-RULES: dict[str, Callable] = {part.__name__: part for part in (fs.Stationary, fs.Reached)}
+RULES: dict[str, Callable] = {
+    part.__name__: part
+    for part in (fs.Stationary, fs.StationaryForSize, fs.Reached, fs.NearOptimum)
+}
 COMPRESSORS: dict[str, Callable] = {
     part.__name__: part
     for part in (
@@ -93,19 +96,20 @@ PARTS: dict[str, Callable] = (
     | DISTRIBUTIONS
     | {
         part.__name__: part
-        for part in (fs.problems.discovery_game, fs.Hard, fs.Soft, fs.Diminishing, fs.SGD, fs.Adam)
+        for part in (
+            fs.problems.discovery_game,
+            fs.Hard,
+            fs.Soft,
+            fs.Cosine,
+            fs.Diminishing,
+            fs.SGD,
+            fs.Adam,
+        )
     }
 )
-RUN_KEYS = (
-    "rounds",
-    "seed",
-    "seeds",
-    "evaluate_every",
-    "precision",
-    "clients_at_once",
-    "stop",
-    "devices",
-)
+SEED_KEYS = ("seed", "seeds", "instances")
+HOW_KEYS = ("evaluate_every", "precision", "clients_at_once", "stop", "devices")
+RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
 DEPLOY_KEYS = ("deadline", "quorum", "sites")
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any
@@ -122,6 +126,16 @@ class Experiment:
     options: dict[str, Any]  # for `solve`
     deploy: dict[str, Any]  # for a deployment
     resolved: dict[str, Any]  # the configuration with every default filled in
+    instances: dict[str, dict[str, Any]] | None = None  # the problem's table, if seeds make others
+    allowed: Allowed = None
+
+    def cell(self, variant: str, seed: int) -> tuple[fs.Problem, fs.Algorithm]:
+        """What to run for that variant and seed: with `run.instances` the seed is the problem's,
+        too."""
+        problem, algorithm = self.cells[variant]
+        if self.instances is not None and seed != self.seeds[0]:
+            problem = _problem(self.instances[variant] | {"seed": seed}, self.allowed)[0]
+        return problem, algorithm
 
     @property
     def runs(self) -> list[tuple[str, int]]:
@@ -144,7 +158,7 @@ def read(name: str) -> dict[str, Any]:
         if not path.is_file():
             raise InvalidInput(f"There is no file {name}.")
     else:
-        _known(name, experiment_names(), "experiment")
+        check_known(name, experiment_names(), "experiment")
         path = resources.files("fedsolve") / "experiments" / f"{name}.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -171,19 +185,23 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     which of those may be imported.
     """
     for key in config:
-        _known(key, SECTIONS, "key", "")
+        check_known(key, SECTIONS, "key", "")
     run = _table(config, "run", "")
     for key in run:
-        _known(key, RUN_KEYS, "key", "run.")
+        check_known(key, RUN_KEYS, "key", "run.")
     if "rounds" not in run:
         raise InvalidInput("run.rounds is missing: say how many rounds to run.")
     seeds = run.get("seeds", [run.get("seed", 0)])
     if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
         raise InvalidInput(f"run.seeds must be a list of whole numbers, got {seeds!r}.")
     check_count("run.rounds", run["rounds"])
+    instances = run.get("instances", False)
+    if not isinstance(instances, bool):
+        raise InvalidInput(f"run.instances must be true or false, got {instances!r}.")
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
     cells, clocks, resolved = {}, {}, {k: v for k, v in config.items() if k == "title"}
     problems: dict[str, tuple[fs.Problem, dict[str, Any]]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     for variant, changes in variants.items():
         if not isinstance(changes, dict):
             raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
@@ -191,6 +209,9 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         for key, value in changes.items():
             changed = with_key(changed, key, value)
         described = _table(changed, "problem", "")
+        if instances:
+            described = described | {"seed": seeds[0]}
+        tables[variant] = described
         if (known := repr(described)) not in problems:  # variants mostly share one
             problems[known] = _problem(described, allowed)
         problem, problem_table = problems[known]
@@ -210,18 +231,21 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
-    options = {key: value for key, value in run.items() if key not in ("seed", "seeds")}
+    options = {key: value for key, value in run.items() if key not in SEED_KEYS}
     if "stop" in run:
         options["stop"], resolved["run"]["stop"] = _build(
             _table(run, "stop", "run."), RULES, "run.stop"
         )
     deploy = _table(config, "deploy", "") if "deploy" in config else {}
     for key, value in deploy.items():
-        _known(key, DEPLOY_KEYS, "key", "deploy.")
+        check_known(key, DEPLOY_KEYS, "key", "deploy.")
         check_positive(f"deploy.{key}", value, zero=key == "quorum")
     if deploy:
         resolved["deploy"] = deploy
-    return Experiment(name, cells, clocks, seeds, options, deploy, resolved)
+    instance_tables = tables if instances else None
+    return Experiment(
+        name, cells, clocks, seeds, options, deploy, resolved, instance_tables, allowed
+    )
 
 
 def summary(thing: Callable) -> str:
@@ -252,12 +276,12 @@ def _build(
     if ":" in kind:
         make = _imported(kind, allowed, where)
     else:
-        _known(kind, registry, "kind", f"{where}.kind: ")
+        check_known(kind, registry, "kind", f"{where}.kind: ")
         make = registry[kind]
     fields = inspect.signature(make).parameters
     for key in table:
         if key != "kind":
-            _known(key, fields, f"field of {kind}", f"{where}.")
+            check_known(key, fields, f"field of {kind}", f"{where}.")
     hints = typing.get_type_hints(make)
     given: dict[str, Any] = {}
     shown: dict[str, Any] = {"kind": kind}
@@ -335,7 +359,24 @@ def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-def _known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
+def settings_of(config: dict[str, Any], variant: str) -> dict[str, Any]:
+    """What a variant runs, tables in tables as dotted keys; `kind` is its table's own value."""
+    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
+    for key, value in config.get("variants", {}).get(variant, {}).items():
+        shown = with_key(shown, key, value)
+    return _flat(shown)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = prefix.removesuffix(".") if key == "kind" else prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def check_known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
+    """Refuses a name that is none of these, and says which comes nearest."""
     names = [n for n in names if n]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

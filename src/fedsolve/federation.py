@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.clock import Seconds
-from fedsolve.compression import Packet
 from fedsolve.constraints import Constraint
+from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples

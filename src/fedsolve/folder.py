@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import tomli_w
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from safetensors.numpy import save as as_safetensors
 
 from fedsolve.checkpoints import write_atomically
 from fedsolve.errors import InvalidInput
-from fedsolve.plots import plot, tradeoff
+from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.runs import Run, tidy
 
 Runs = Mapping[str, list[Run]]  # by variant
@@ -39,6 +45,17 @@ def new_folder(wanted: str | None, name: str) -> Path:
     except OSError as error:
         raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from error
     return path
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps other processes from working in the folder at the same time."""
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInput(f"Another process is working in {path}; wait for its end.") from None
+        yield
 
 
 def begin(path: Path, config: dict[str, Any]) -> None:
@@ -81,8 +98,41 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     plot(runs, path / "plot.png")
     if all("seconds_total" in run.history for _, run in labelled):
         plot(runs, path / "time.png", against="seconds_total")
+    groups = {v: all for v, all in runs.items() if all}
+    if "stop" in config["run"] and has_numbers(groups):
+        effort(groups, path / "rounds.png")
     if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
-        tradeoff({v: all for v, all in runs.items() if all}, path / "trade-off.png")
+        tradeoff(groups, path / "trade-off.png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a folder of runs holds."""
+
+    config: dict[str, Any]
+    facts: dict[str, Any]  # run.json
+    table: Any  # the tidy history; `variant` is "" where there are none
+    wide: dict[str, np.ndarray]  # `variant/seed-0/name`: entries that are more than a number
+
+
+def read(path: Path) -> Contents:
+    """What is in a folder of finished runs."""
+    import pandas as pd
+
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        table = pd.read_csv(path / "history.csv", keep_default_na=False, na_values=[""])
+        wide = load_file(file) if (file := path / "history.safetensors").exists() else {}
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        raise InvalidInput(f"{path} is no folder of a finished run: it has no {name}.") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}.") from None
+    if "variant" not in table:
+        table.insert(0, "variant", "")
+    table["variant"] = table["variant"].astype(str)
+    return Contents(config, facts, table, wide)
 
 
 def _facts() -> dict[str, Any]:

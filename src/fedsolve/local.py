@@ -19,16 +19,17 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import Scalar, check_positive, scalar
+from fedsolve.fields import Scalar, Schedule, at, check_positive, scalar
 
 Vector = Float[Array, " d"]
 Direction = Callable[[Vector, Key[Array, ""]], Vector]  # w, key -> a descent direction there
 
 
 class Optimizer(eqx.Module):
-    """A local optimiser; its state begins anew with every round."""
+    """A local optimiser; its state begins anew with every round. Its step size may be a schedule of
+    the rounds."""
 
-    def transform(self) -> optax.GradientTransformation:
+    def transform(self, round: Any) -> optax.GradientTransformation:
         """As optax has it."""
         raise NotImplementedError
 
@@ -36,21 +37,21 @@ class Optimizer(eqx.Module):
 class SGD(Optimizer):
     """Gradient descent, with momentum if wanted."""
 
-    step_size: Scalar = eqx.field(converter=scalar("step_size"))
+    step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     momentum: Scalar = eqx.field(converter=scalar("momentum"), default=0.0)
 
     def __check_init__(self):
         check_positive("step_size", self.step_size)
         check_positive("momentum", self.momentum, zero=True)
 
-    def transform(self) -> optax.GradientTransformation:
-        return optax.sgd(jnp.asarray(self.step_size), jnp.asarray(self.momentum))
+    def transform(self, round: Any) -> optax.GradientTransformation:
+        return optax.sgd(jnp.asarray(at(self.step_size, round)), jnp.asarray(self.momentum))
 
 
 class Adam(Optimizer):
     """Adam."""
 
-    step_size: Scalar = eqx.field(converter=scalar("step_size"))
+    step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     b1: Scalar = eqx.field(converter=scalar("b1"), default=0.9)
     b2: Scalar = eqx.field(converter=scalar("b2"), default=0.999)
     eps: Scalar = eqx.field(converter=scalar("eps"), default=1e-8)
@@ -58,10 +59,9 @@ class Adam(Optimizer):
     def __check_init__(self):
         check_positive("step_size", self.step_size)
 
-    def transform(self) -> optax.GradientTransformation:
-        return optax.adam(
-            jnp.asarray(self.step_size), *map(jnp.asarray, (self.b1, self.b2, self.eps))
-        )
+    def transform(self, round: Any) -> optax.GradientTransformation:
+        numbers = at(self.step_size, round), self.b1, self.b2, self.eps
+        return optax.adam(*map(jnp.asarray, numbers))
 
 
 class Optax(Optimizer):
@@ -69,7 +69,7 @@ class Optax(Optimizer):
 
     given: optax.GradientTransformation = eqx.field(static=True)
 
-    def transform(self) -> optax.GradientTransformation:
+    def transform(self, round: Any) -> optax.GradientTransformation:
         return self.given
 
 
@@ -92,20 +92,22 @@ def travel(
     w: Vector,
     steps: int,
     key: Key[Array, ""],
-    step_size: Any,
+    step_size: Scalar | Schedule,
     optimizer: Optimizer | None = None,
+    round: Any = 0,
 ) -> tuple[Vector, Vector]:
     """The pseudo-gradient after `steps` local steps from w, and the sum of the directions on the
     way, which is the same without an optimiser. Step τ draws with a key of its own."""
     if optimizer is None:
+        size = at(step_size, round)
 
         def plain(step: Any, total: Vector) -> Vector:
-            return total + direction(w - step_size * total, jax.random.fold_in(key, step))
+            return total + direction(w - size * total, jax.random.fold_in(key, step))
 
         total = lax.fori_loop(0, steps, plain, jnp.zeros_like(w))
         return total, total
 
-    rule = optimizer.transform()
+    rule = optimizer.transform(round)
 
     def adapted(step: Any, carry: tuple[Vector, Vector, Any]) -> tuple[Vector, Vector, Any]:
         here, total, memory = carry
@@ -123,8 +125,9 @@ def descend(
     w: Vector,
     steps: int,
     key: Key[Array, ""],
-    step_size: Any,
+    step_size: Scalar | Schedule,
     optimizer: Optimizer | None = None,
+    round: Any = 0,
 ) -> Vector:
     """The pseudo-gradient alone."""
-    return travel(direction, w, steps, key, step_size, optimizer)[0]
+    return travel(direction, w, steps, key, step_size, optimizer, round)[0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from fedsolve.compression import Packet
+from fedsolve.packets import Packet
 
 
 class Replies(eqx.Module):

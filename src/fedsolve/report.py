@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from fedsolve.checkpoints import write_atomically
-from fedsolve.config import with_key
+from fedsolve.config import settings_of
 from fedsolve.errors import InvalidInput
+from fedsolve.folder import read
 
 BINS = 200  # of rounds in a heat map
 LINES, POINTS = 40, 400  # of what each client has: so many clients, so many rounds
@@ -43,24 +41,11 @@ def as_script(value: Any) -> str:
 
 def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
     """One group for each variant: its configuration, and the history of each seed."""
-    import pandas as pd
-
-    try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        table = pd.read_csv(folder / "history.csv", keep_default_na=False, na_values=[""])
-        wide = load_file(file) if (file := folder / "history.safetensors").exists() else {}
-    except FileNotFoundError as error:
-        name = Path(error.filename).name
-        raise InvalidInput(f"{folder} is no folder of a finished run: it has no {name}.") from None
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InvalidInput(f"{folder} cannot be read: {error}.") from None
-    if "variant" not in table:
-        table.insert(0, "variant", "")
-    table["variant"] = table["variant"].astype(str)
+    found = read(folder)
+    config, facts, table, wide = found.config, found.facts, found.table, found.wide
     groups = []
     for variant, rows in table.groupby("variant", sort=False):
-        flat = _flat(_changed(config, str(variant)))
+        flat = settings_of(config, str(variant))
         names = [folder.resolve().name] if several or not variant else []
         numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
         group = {
@@ -112,22 +97,6 @@ def _by_client(name: str, values: np.ndarray, rounds: np.ndarray) -> dict[str, A
         "rounds": rounds[::step].tolist(),
         "values": _rows(kept),
     }
-
-
-def _changed(config: dict[str, Any], variant: str) -> dict[str, Any]:
-    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
-    for key, value in config.get("variants", {}).get(variant, {}).items():
-        shown = with_key(shown, key, value)
-    return shown
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables in tables as dotted keys; `kind` is its table's own value."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        name = prefix.removesuffix(".") if key == "kind" else prefix + key
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _rows(values: np.ndarray) -> list[list[Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 
 from fedsolve.fields import Scalar, check_positive, scalar
 
@@ -22,3 +23,19 @@ class Diminishing(eqx.Module):
 
     def __call__(self, round: Any) -> Any:
         return self.initial / (1 + round) ** self.power
+
+
+class Cosine(eqx.Module):
+    """From `initial` down to nothing over `rounds` rounds, along half a wave: how deep networks are
+    usually trained."""
+
+    initial: Scalar = eqx.field(converter=scalar("initial"))
+    rounds: Scalar = eqx.field(converter=scalar("rounds"))
+
+    def __check_init__(self):
+        check_positive("initial", self.initial)
+        check_positive("rounds", self.rounds)
+
+    def __call__(self, round: Any) -> Any:
+        done = jnp.clip(round / self.rounds, 0, 1)
+        return self.initial * (1 + jnp.cos(jnp.pi * done)) / 2

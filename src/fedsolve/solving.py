@@ -44,7 +44,7 @@ from fedsolve.simulation import (
     compiled_advance,
     compiled_start,
 )
-from fedsolve.stopping import Stop, check_stop
+from fedsolve.stopping import Stop, check_stop, for_problem
 
 Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
@@ -86,7 +86,8 @@ def solve(
       stopped, or the `state` of an earlier run. `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
       name); it is looked at after every evaluation, and `run.rounds` says how many were done.
-    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
+    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second;
+      where a run is resumed from a file, first with the entries that it has.
     - `interrupted()`: asked about twice a second; True ends the run as Ctrl-C does.
     - `follow`: by name, functions of (problem, params) that see the whole problem, such as
       `fs.theory.skewness`; computed with the objective, inside the compiled program.
@@ -105,6 +106,7 @@ def solve(
     if mesh is not None and runtime == "debug":
         raise InvalidInput("The debug runtime asks clients one by one, on one device.")
     followed = as_follow(follow)
+    stop = for_problem(stop, problem)
     if checkpoint_every is not None:
         check_count("checkpoint_every", checkpoint_every)
     saved = load(resume) if isinstance(resume, str | Path) else resume
@@ -152,6 +154,8 @@ def solve(
                 # A last evaluation between the others would not be there with more rounds.
                 kept = (history["round"] % evaluate_every == 0) | (history["round"] == rounds)
                 chunks.append({name: values[kept] for name, values in history.items()})
+                if progress is not None:
+                    progress(saved.round, rounds, chunks[0])
         else:
             state = start if saved is None else _resumed(saved, start, rounds)
         if mesh is not None and saved is not None:

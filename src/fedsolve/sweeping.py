@@ -34,11 +34,11 @@ from fedsolve.solving import (
     precision_of,
     spans_of,
 )
-from fedsolve.stopping import Stop
+from fedsolve.stopping import Stop, for_problem
 
 
 def sweep(
-    problem: Problem,
+    problem: Problem | Sequence[Problem],
     algorithm: Algorithm,
     rounds: int,
     seeds: Iterable[int] = (0,),
@@ -59,28 +59,42 @@ def sweep(
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
     stop the others; the table says in which round it did. A rule `stop` ends each run by itself.
     `follow` and `clock` are as in `solve`.
+
+    Several problems (instances of one kind) are run one by one, by the same program where their
+    shapes are the same; the settings say which (`instance`).
     """
+    alone = isinstance(problem, Problem)
+    problems, seeds = [problem] if alone else list(problem), list(seeds)
     cells = [
-        (settings, changed, seed)
+        (settings if alone else {"instance": number} | settings, changed, seed, number)
+        for number in range(len(problems))
         for settings, changed in _combinations(algorithm, grid)
         for seed in seeds
     ]
     if not cells:
-        raise InvalidInput("A sweep needs at least one seed, and one value of each field.")
-    for _, changed, _ in cells:
-        check_run(problem, changed, rounds, evaluate_every, precision, clients_at_once, stop, clock)
-    setting = Setting(None, clients_at_once, stop, as_follow(follow), clock)
+        raise InvalidInput("A sweep needs a problem, a seed, and one value of each field at least.")
+    how = rounds, evaluate_every, precision, clients_at_once, stop, clock
+    for _, changed, _, number in cells:
+        check_run(problems[number], changed, *how)
+    followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
-        placed, setting = problem.on_device(dtype), as_device_array(setting, dtype)
-        tuned = [numbers_on_device(changed, dtype) for _, changed, _ in cells]
+        settings_of = [
+            as_device_array(
+                Setting(None, clients_at_once, for_problem(stop, each), followed, clock), dtype
+            )
+            for each in problems
+        ]
+        tuned = [numbers_on_device(changed, dtype) for _, changed, _, _ in cells]
         programs: dict[Any, list[int]] = {}
         for index, each in enumerate(tuned):
-            programs.setdefault(jax.tree.structure(each), []).append(index)
+            programs.setdefault((cells[index][3], jax.tree.structure(each)), []).append(index)
 
     def run_group(members: list[int], spans: Spans) -> None:
-        with precision_of(precision):  # JAX keeps it for each thread
+        with precision_of(precision) as dtype:  # JAX keeps it for each thread
             began = time.perf_counter()
+            number = cells[members[0]][3]
+            placed, setting = problems[number].on_device(dtype), settings_of[number]
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
             state, chunks = _start_all(placed, stacked, keys, clock is not None), []
@@ -96,25 +110,31 @@ def sweep(
             ends = np.asarray(history.pop("stopped", np.zeros((0, len(members)), bool)))
             seconds = time.perf_counter() - began
             for row, index in enumerate(members):
-                settings, changed, seed = cells[index]
+                settings, changed, seed, number = cells[index]
                 done = np.append(np.flatnonzero(ends[:, row]) + 1, len(history["round"]))[0]
                 own = {k: (v if k == "round" else v[:, row])[:done] for k, v in history.items()}
                 last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
-                runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
+                runs[index] = Run.of(problems[number], changed, last, own, seed, seconds, settings)
 
     spans = spans_of(0, rounds, evaluate_every)
-    with ThreadPoolExecutor() as pool:
-        for members in programs.values():
-            groups = _groups(members)
-            run_group(groups[0], spans[:0])  # compiles, so that the threads need not
-            list(pool.map(lambda group: run_group(group, spans), groups))
+    groups = [group for members in programs.values() for group in _groups(members, len(problems))]
+    with ThreadPoolExecutor(_cores()) as pool:
+        # One of each size and structure compiles, so that the threads need not.
+        first = {(len(g), jax.tree.structure(tuned[g[0]])): g for g in reversed(groups)}
+        for group in first.values():
+            run_group(group, spans[:0])
+        list(pool.map(lambda group: run_group(group, spans), groups))
     return Sweep([runs[index] for index in range(len(cells))])
 
 
-def _groups(members: list[int]) -> list[list[int]]:
-    """Equal groups, one for each core: one program on a CPU hardly uses more than one. The last
-    member fills up the last group."""
-    cores = 1 if jax.default_backend() != "cpu" else len(os.sched_getaffinity(0))
+def _cores() -> int:
+    return 1 if jax.default_backend() != "cpu" else len(os.sched_getaffinity(0))
+
+
+def _groups(members: list[int], problems: int) -> list[list[int]]:
+    """Equal groups, one for each core (one program on a CPU hardly uses more than one), or one
+    group where there are problems enough for all cores. The last member fills up the last group."""
+    cores = _cores() if problems < _cores() else 1
     size = -(-len(members) // min(cores, len(members)))
     filled = members + [members[-1]] * (-len(members) % size)
     return [filled[i : i + size] for i in range(0, len(filled), size)]

@@ -39,10 +39,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from fedsolve.compression import Compressor, Identity, Packet
+from fedsolve.compression import Compressor, Identity
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
+from fedsolve.packets import Packet
 from fedsolve.participation import Participating
 from fedsolve.problem import Client, Problem
 

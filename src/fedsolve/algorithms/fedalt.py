@@ -23,9 +23,10 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression import Packet, no_residual, with_feedback
+from fedsolve.feedback import no_residual, with_feedback
 from fedsolve.fields import Scalar, at, check_count, check_positive, scalar, static
 from fedsolve.local import descend
+from fedsolve.packets import Packet
 from fedsolve.problem import Client
 
 Vector = Float[Array, " d"]

@@ -23,15 +23,9 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
 
-from fedsolve.compression import (
-    Compressor,
-    Identity,
-    Packet,
-    check_downlink,
-    no_residual,
-    with_feedback,
-)
+from fedsolve.compression import Compressor, Identity
 from fedsolve.federation import Federation
+from fedsolve.feedback import check_downlink, no_residual, with_feedback
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -43,6 +37,7 @@ from fedsolve.fields import (
     static,
 )
 from fedsolve.local import Direction, Optimizer, optimizer_field, travel
+from fedsolve.packets import Packet
 from fedsolve.participation import Drawn, Participating
 from fedsolve.problem import Client
 from fedsolve.replies import Replies
@@ -78,9 +73,9 @@ class Averaging(Participating):
 
     def travel(self, client: Client, direction: Direction) -> tuple[Vector, Vector]:
         """On a client: the pseudo-gradient of its local steps, and the sum of their directions."""
-        step_size = at(self.step_size, client.round)
+        steps, optimizer = self.local_steps, self.local_optimizer
         return travel(
-            direction, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+            direction, client.w, steps, client.key, self.step_size, optimizer, client.round
         )
 
 

@@ -22,10 +22,10 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Federation
 from fedsolve.fields import at
+from fedsolve.packets import Packet
 from fedsolve.problem import Client
 
 Vector = Float[Array, " d"]

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import Averaging
-from fedsolve.compression import Packet, no_residual, with_feedback
 from fedsolve.federation import Federation
+from fedsolve.feedback import no_residual, with_feedback
 from fedsolve.fields import Scalar, at, check_positive, scalar
+from fedsolve.packets import Packet
 from fedsolve.problem import Client
 
 Vector = Float[Array, " d"]

@@ -20,8 +20,9 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression import Packet, with_feedback
+from fedsolve.feedback import with_feedback
 from fedsolve.fields import Scalar, check_positive, scalar
+from fedsolve.packets import Packet
 from fedsolve.problem import Client
 
 Vector = Float[Array, " d"]

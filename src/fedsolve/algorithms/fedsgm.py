@@ -33,15 +33,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from fedsolve.compression import (
-    Compressor,
-    Identity,
-    Packet,
-    check_downlink,
-    no_residual,
-    with_feedback,
-)
+from fedsolve.compression import Compressor, Identity
 from fedsolve.federation import Federation
+from fedsolve.feedback import check_downlink, no_residual, with_feedback
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -53,6 +47,7 @@ from fedsolve.fields import (
     static,
 )
 from fedsolve.local import descend
+from fedsolve.packets import Packet
 from fedsolve.participation import Drawn, Participating
 from fedsolve.problem import Client, Problem
 from fedsolve.switching import Hard, Soft, Switching

@@ -29,16 +29,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from fedsolve.compression import (
-    Compressor,
-    Identity,
-    Packet,
-    check_downlink,
-    no_residual,
-    with_feedback,
-)
+from fedsolve.compression import Compressor, Identity
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Federation
+from fedsolve.feedback import check_downlink, no_residual, with_feedback
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -51,6 +45,7 @@ from fedsolve.fields import (
 )
 from fedsolve.games import Game
 from fedsolve.local import Optimizer, descend, optimizer_field
+from fedsolve.packets import Packet
 from fedsolve.participation import Participating, Uniform
 from fedsolve.participation.strategic import (
     check_players,
@@ -137,9 +132,9 @@ class IncentFedAvg(Participating):
     ) -> tuple[Vector | None, dict[str, Packet | Float[Array, ""]]]:
         count = jnp.ceil(N[client.index])
         subset = client.restricted(count, jax.random.fold_in(client.key, SUBSET))
-        step_size = at(self.step_size, client.round)
+        steps, optimizer = self.local_steps, self.local_optimizer
         total = descend(
-            subset.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+            subset.grad, client.w, steps, client.key, self.step_size, optimizer, client.round
         )
         key = jax.random.fold_in(client.key, self.local_steps)
         residual, packet = with_feedback(self.uplink, residual, total, key)

@@ -37,11 +37,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from fedsolve.compression import Identity, Packet
+from fedsolve.compression import Identity
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Cohort, Federation
 from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
 from fedsolve.local import Optimizer, descend, optimizer_field
+from fedsolve.packets import Packet
 from fedsolve.participation import Everyone, Participating, Selection, Weighting
 from fedsolve.participation.participating import as_selection, as_weighting
 from fedsolve.participation.weighting import Methods
@@ -337,9 +338,9 @@ class PPBC(Participating):
 
     def pseudo_gradient(self, client: Client) -> Vector:
         """∇f_m(x), or what stands for it, times 1/q_m for a client that is not always up."""
-        step_size = at(self.step_size, client.round)
+        steps, optimizer = self.local_steps, self.local_optimizer
         total = descend(
-            client.grad, client.w, self.local_steps, client.key, step_size, self.local_optimizer
+            client.grad, client.w, steps, client.key, self.step_size, optimizer, client.round
         )
         if self.availability is None:
             return total

@@ -41,6 +41,8 @@ def built(text: str) -> Experiment:
     experiment = resolve("deployed", json.loads(text), names)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
+    if experiment.instances is not None:
+        raise InvalidInput("A deployment's data are the sites' own; leave out run.instances.")
     return experiment
 
 

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.compression import Packet
 from fedsolve.federation import Flags, Question, State
+from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 from fedsolve.samples import Samples
 from fedsolve.simulation import Simulation

@@ -27,7 +27,8 @@ from fedsolve.domains import Ball, Box, Simplex, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind, check_positive
 from fedsolve.problem import Problem
-from fedsolve.theory.gradients import totals
+from fedsolve.simulation import client_values
+from fedsolve.theory.gradients import check_functions, totals
 
 Vector = Float[np.ndarray, " d"]
 ROUNDING = 1e-14  # of what double precision makes of f
@@ -60,6 +61,25 @@ def optimum(
     found = Search(problem, None, 0.0, 0.0, distance).solve(accuracy)
     point = problem.layout.unravel(found.point)
     return Optimum(found.value, found.accuracy, point)
+
+
+def least(problem: Problem) -> float:
+    """The least value of a smooth convex f over all of R^d, by a quasi-Newton method in double
+    precision, however many parameters there are. Nothing is proved about it."""
+    check_functions(problem)
+    if problem.constraint is not None or not isinstance(problem.domain, WholeSpace):
+        raise InvalidInput("The least f is looked for without constraint only; give the optimum.")
+    with jax.enable_x64(True):
+        placed = problem.on_device(jnp.float64)
+
+        def look(y: Vector) -> tuple[float, Vector]:
+            value, slope = _value_and_slope(placed, jnp.asarray(y))
+            return float(value), np.asarray(slope)
+
+        start = np.asarray(placed.start(), np.float64)
+        options = {"maxiter": 5000, "maxfun": 10000, "maxcor": 30, "gtol": 1e-8, "ftol": 1e-15}
+        found = optimize.minimize(look, start, jac=True, method="L-BFGS-B", options=options)
+    return float(found.fun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +192,12 @@ def _look(
 
     (value, slope), (level, normal) = jax.value_and_grad(f)(y), jax.value_and_grad(g)(y)
     return value, level, slope, normal
+
+
+@eqx.filter_jit
+def _value_and_slope(problem: Problem, y: Float[Array, " d"]) -> tuple[Any, Any]:
+    found = client_values(problem, y, gradient=True)
+    return jnp.mean(found["objective"]), jnp.mean(found["gradient"], axis=0)
 
 
 def _minimise(look: Any, start: Vector, domain: Any) -> Vector:
