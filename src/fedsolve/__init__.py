@@ -56,6 +56,7 @@ from fedsolve.solving import solve
 from fedsolve.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
+from fedsolve.tracking import Follower, Tracked, Tracker
 
 __version__ = "0.1.0"
 
@@ -91,6 +92,7 @@ __all__ = [
     "Float4",
     "Float8",
     "Float16",
+    "Follower",
     "Game",
     "Hard",
     "IPPConEx",
@@ -119,6 +121,8 @@ __all__ = [
     "Sweep",
     "Switching",
     "TopK",
+    "Tracked",
+    "Tracker",
     "WholeSpace",
     "datasets",
     "games",

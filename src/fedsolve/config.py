@@ -345,6 +345,22 @@ def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return changed
 
 
+def settings_of(config: dict[str, Any], variant: str) -> dict[str, Any]:
+    """What a variant runs, tables in tables as dotted keys; `kind` is its table's own value."""
+    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
+    for key, value in config.get("variants", {}).get(variant, {}).items():
+        shown = with_key(shown, key, value)
+    return _flat(shown)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = prefix.removesuffix(".") if key == "kind" else prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
 def check_known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
     """Refuses a name that is none of these, and says which comes nearest."""
     names = [n for n in names if n]

@@ -145,12 +145,19 @@ def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:
 
     frames = []
     for labels, run in labelled:
-        entries = {k: v for k, v in choose(run.history).items() if v.ndim == 1}
-        frame = pd.DataFrame(labels | {"seed": run.seed} | entries)
+        rows = frame(labels, run.seed, choose(run.history))
         if (broken := int(run.state.fault[0])) >= 0:
-            frame["diverged"] = broken + 1
-        frames.append(frame)
+            rows["diverged"] = broken + 1
+        frames.append(rows)
     return pd.concat(frames, ignore_index=True)
+
+
+def frame(labels: dict[str, Any], seed: int, entries: History) -> Any:
+    """Entries of a history that are numbers, as rows of a pandas table."""
+    import pandas as pd
+
+    numbers = {k: v for k, v in entries.items() if v.ndim == 1}
+    return pd.DataFrame(labels | {"seed": seed} | numbers)
 
 
 def _label(value: Any) -> Any:

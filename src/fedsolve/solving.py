@@ -73,7 +73,8 @@ def solve(
       stopped, or the `state` of an earlier run. `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
       name); it is looked at after every evaluation, and `run.rounds` says how many were done.
-    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
+    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second;
+      where a run is resumed from a file, first with the entries that it has.
     - `interrupted()`: asked about twice a second; True ends the run as Ctrl-C does.
     - `follow`: by name, functions of (problem, params) that see the whole problem, such as
       `fs.theory.skewness`; computed with the objective, inside the compiled program.
@@ -124,6 +125,8 @@ def solve(
                 # A last evaluation between the others would not be there with more rounds.
                 kept = (history["round"] % evaluate_every == 0) | (history["round"] == rounds)
                 chunks.append({name: values[kept] for name, values in history.items()})
+                if progress is not None:
+                    progress(saved.round, rounds, chunks[0])
         else:
             state = start if saved is None else _resumed(saved, start, rounds)
         ended = fingerprint(stop)  # how a checkpoint says that this rule ended the run
