@@ -213,7 +213,7 @@ class Problem(eqx.Module):
         """The same with NumPy arrays, of the types that JAX would give them."""
 
         def cast(leaf: Any, dtype: Any = None) -> np.ndarray:
-            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(dtype or np.result_type(leaf)))
+            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(dtype or jnp.result_type(leaf)))
 
         return as_device_array(self, dtype, cast)
 
