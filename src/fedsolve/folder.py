@@ -95,11 +95,13 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
-    plot(runs, path / "plot.png")
-    groups = {v: all for v, all in runs.items() if all}
+    # Of a run that was stopped, some variants have nothing yet.
+    there = {v: [run for run in all if len(run.history)] for v, all in runs.items()}
+    groups = {v: all for v, all in there.items() if all}
+    plot(groups, path / "plot.png")
     if "stop" in config["run"] and has_numbers(groups):
         effort(groups, path / "rounds.png")
-    if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
+    if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
 
 
