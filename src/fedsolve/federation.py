@@ -83,6 +83,7 @@ class State(eqx.Module):
     seen: Bytes  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
+    messages: Bytes  # how many that were
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
 
     @classmethod
@@ -107,6 +108,7 @@ class State(eqx.Module):
             seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
             down=Bytes.zero(),
+            messages=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
         )
 
@@ -161,7 +163,7 @@ class Federation:
     def __init__(self, problem: Problem, state: State, arrivals: Arrivals | None = None):
         self.w = state.w
         self.round = state.round
-        self.up, self.down = Bytes.zero(), Bytes.zero()
+        self.up, self.down, self.messages = Bytes.zero(), Bytes.zero(), Bytes.zero()
         self.exchanges: list[str] = []  # names of the methods asked, in order
         self._problem = problem
         self._state = state
@@ -237,10 +239,14 @@ class Federation:
             seen=self._seen,
             up=before.up + self.up,
             down=before.down + self.down,
+            messages=before.messages + self.messages,
             fault=jnp.where(broken, here, self._fault),
         )
         spent = {"bytes_up": self.up, "bytes_down": self.down}
         spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
+        spent |= {"messages_total": state.messages}
+        error = algorithm.compression_error(server, self.w)
+        spent |= {} if error is None else {"compression_error": error}
         return state, jax.tree.map(jnp.asarray, info) | spent
 
     def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
@@ -277,6 +283,7 @@ class Federation:
         """Counts what went down to everyone asked and what came up from those that answered."""
         self.up = self.up.plus(jnp.sum(arrived), _bytes(values) // len(cohort))
         self.down = self.down.plus(jnp.sum(asked), _bytes(message))
+        self.messages = self.messages.plus(jnp.sum(asked), 1).plus(jnp.sum(arrived), 1)
         seen = jax.tree.map(lambda leaf: leaf[cohort], self._seen)
         missed = self._published.minus(seen, at_most=self.w.size * self.w.dtype.itemsize)
         self.down = self.down.plus_all(jnp.where(asked, missed, np.uint32(0)))

@@ -79,8 +79,9 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
         "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
         **_facts(),
     }
-    write_atomically(path / "run.json", _json(facts))
     labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
+    facts["certificates"] = {_name(v, run): text for v, run in labelled if (text := _regret(run))}
+    write_atomically(path / "run.json", _json(facts))
     if not labelled:
         return
     table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
@@ -92,6 +93,8 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
         if run.average is not None:
             arrays |= _named(f"{name}/average", run.average)
         wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
+        limits = run.algorithm.limits().items()
+        wide |= {f"{name}/{k}/settles": np.asarray(v) for k, v in limits if k in run.history}
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
@@ -144,6 +147,16 @@ def _facts() -> dict[str, Any]:
             for name in ("fedsolve", "jax", "jaxlib", "equinox", "numpy", "scikit-learn")
         },
     }
+
+
+def _regret(run: Run) -> str:
+    """The certificate of an equilibrium, where clients play a game."""
+    holders = (run.algorithm, getattr(run.algorithm, "weighting", None))
+    game = next((each.game for each in holders if hasattr(each, "game")), None)
+    if game is None or "participation" not in run.history:
+        return ""
+    gain = game.regret(run.history["participation"][-1])
+    return f"At the end no client gains more than {gain:.3g} by deviating alone."
 
 
 def _json(facts: dict[str, Any]) -> bytes:

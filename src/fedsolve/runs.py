@@ -27,7 +27,9 @@ class Run:
     - `average`: the averaged parameters, None where the algorithm has none (or none yet).
     - `history`: by name, one entry for each evaluated round; `round` says which. `objective` and
       `constraint` are over all clients at the parameters after that round; `bytes_up` and
-      `bytes_down` are what all participants sent and received in it, `…_total` since the start.
+      `bytes_down` are what all participants sent and received in it, `…_total` since the start;
+      `messages_total` counts questions and answers. `compression_error`: ‖x − w‖ / ‖x‖, how far the
+      clients' w is from the server's x where the downlink is compressed.
     - `state`: everything needed to go on from here (`solve(..., resume=run.state)`).
     """
 
