@@ -45,7 +45,8 @@ class Entry:
       small version, and its minutes.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` where it asks for a GPU.
     - `columns` are measures (see `measured`), `paper` its own numbers by variant and measure.
-    - `claims` are pairs: what the paper says of it, and what was found at full size.
+    - `claims` are pairs: what the paper says of it, and what was found at full size, in bold where
+      that is something else.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Entry:
     quick: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: float | int = 0.0
     gpu_minutes: float | int = 0.0
-    picture: str = "curves"  # or "trade-off"
+    picture: str = "curves"  # or "trade-off"; "rounds" until a rule stopped the run
     panels: Sequence[str] = plots.USUAL
     lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
     band: float | None = None  # standard deviations; None: from the least to the greatest
@@ -252,6 +253,8 @@ def _spread(column: str, values: list[float]) -> list[float] | None:
 def _draw(entry: Entry, groups: Groups) -> Any:
     if entry.picture == "trade-off":
         return plots.tradeoff(groups)
+    if entry.picture == "rounds":
+        return plots.effort(groups)
     return plots.plot(groups, panels=entry.panels, lines=entry.lines, band=entry.band)
 
 
