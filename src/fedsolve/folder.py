@@ -152,7 +152,7 @@ def _facts() -> dict[str, Any]:
 def _regret(run: Run) -> str:
     """The certificate of an equilibrium, where clients play a game."""
     holders = (run.algorithm, getattr(run.algorithm, "weighting", None))
-    game = next((each.game for each in holders if hasattr(each, "game")), None)
+    game = next((g for each in holders if (g := getattr(each, "game", None)) is not None), None)
     if game is None or "participation" not in run.history:
         return ""
     gain = game.regret(run.history["participation"][-1])

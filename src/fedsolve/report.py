@@ -81,12 +81,12 @@ def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) ->
     if values.ndim != 2:
         return False
     cohort = others.get("cohort")
-    everyone = cohort is None or (
-        bool((cohort >= 0).all()) and cohort.max(initial=0) < cohort.shape[1]
-    )
-    if everyone or name == "cohort":
-        return name != "cohort" or not everyone
-    return values.shape[1] != cohort.shape[1]
+    if cohort is None:
+        return True
+    everyone = bool((cohort >= 0).all()) and cohort.max(initial=0) < cohort.shape[1]
+    if name == "cohort":
+        return not everyone
+    return everyone or values.shape[1] != cohort.shape[1]
 
 
 def _by_client(
