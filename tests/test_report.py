@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
                 entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
             entries["messages_total"] = 4 * entries["round"]
             if variant == "plain":
-                entries["seconds"] = np.cumsum(rng.random(ROUNDS))
+                entries["seconds_total"] = np.cumsum(rng.random(ROUNDS))
             frames.append(pd.DataFrame(entries))
             drawn = np.array([rng.choice(CLIENTS, 2, replace=False) for _ in range(ROUNDS)])
             wide[f"{variant}/seed-{seed}/cohort"] = drawn
@@ -151,7 +151,7 @@ def test_it_renders_in_a_browser(page, folder):
     np.testing.assert_array_equal(np.array(shown).reshape(4, -1)[:, :4].astype(float), expected)
     axes = ["round", "messages_total", "bytes, both ways", "bytes_up_total", "bytes_down_total"]
     options = [a.get("value") for tag, a in dom.tags if tag == "option"]
-    assert options[:6] == [*axes, "seconds"]
+    assert options[:6] == [*axes, "seconds_total"]
     lines = [a.get("class") for tag, a in dom.tags if tag == "line"]
     assert lines.count("settles") == 2 * CLIENTS
     assert "differs" in [a.get("class") for tag, a in dom.tags if tag == "tr"]

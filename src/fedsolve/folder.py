@@ -99,6 +99,8 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
     plot(runs, path / "plot.png")
+    if all("seconds_total" in run.history for _, run in labelled):
+        plot(runs, path / "time.png", against="seconds_total")
     groups = {v: all for v, all in runs.items() if all}
     if "stop" in config["run"] and has_numbers(groups):
         effort(groups, path / "rounds.png")

@@ -12,6 +12,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -80,6 +81,7 @@ class Recorded:
     algorithm: Any
     seed: int
     allowed: int  # so many rounds at most
+    seconds: float = math.nan
 
     @property
     def rounds(self) -> int:
@@ -184,7 +186,8 @@ def recorded(contents: folder.Contents, experiment: Experiment) -> Groups:
         prefix = f"{variant}/seed-{seed}/".lstrip("/")
         wide = {k[len(prefix) :]: v for k, v in contents.wide.items() if k.startswith(prefix)}
         algorithm, rounds = experiment.cells[variant][1], experiment.options["rounds"]
-        run = Recorded(history | wide, algorithm, int(seed), rounds)
+        seconds = contents.facts.get("seconds", {}).get(prefix.rstrip("/"), math.nan)
+        run = Recorded(history | wide, algorithm, int(seed), rounds, float(seconds))
         groups.setdefault(variant, []).append(run)
     return groups
 
@@ -197,12 +200,15 @@ def measured(column: str, run: Recorded) -> float:
     | `deviation` | the standard deviation of g |
     | `reward@100`, `reward@end` | at that round; at the end |
     | `violations` | all evaluations with g above the tolerance, after the first without |
+    | `seconds` | of the run, with compiling |
     | `CR` | FedADMM's communication rounds (29) until a rule stopped the run |
     """
     name, at, when = column.partition("@")
     late = slice(-max(len(run.history["round"]) // LATE, 1), None)
     if column == "CR":
         return float(communication_rounds(run.rounds)) if run.rounds < run.allowed else np.nan
+    if column == "seconds":
+        return run.seconds
     if column in ("over", "deviation", "violations"):
         g = run.history["constraint"]
         above = g > float(getattr(run.algorithm, "tolerance", 0.0))
