@@ -27,6 +27,7 @@ from fedsolve.algorithms import (
     IPPConEx,
     PenaltyFedAvg,
 )
+from fedsolve.clock import Clock, LogNormal, Mixture
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -41,7 +42,7 @@ from fedsolve.compression import (
 from fedsolve.packets import Packet
 from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
-from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
+from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput, ProcessLost
 from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
@@ -73,6 +74,7 @@ __all__ = [
     "Box",
     "Client",
     "ClientError",
+    "Clock",
     "Compose",
     "Compressor",
     "Constraint",
@@ -100,14 +102,17 @@ __all__ = [
     "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
+    "LogNormal",
     "Maximum",
     "Mean",
+    "Mixture",
     "NearOptimum",
     "Optimizer",
     "Packet",
     "Participating",
     "PenaltyFedAvg",
     "Problem",
+    "ProcessLost",
     "RandK",
     "Reached",
     "Replies",

@@ -82,7 +82,7 @@ def list_all() -> None:
         "Algorithms": config.ALGORITHMS,
         "Problems": config.PROBLEMS,
         "Compressors": config.COMPRESSORS,
-        "Switching, schedules": others,
+        "Other parts": others,
         "Rules that stop a run": config.RULES,
     }
     for title, entries in sections.items():
@@ -157,8 +157,8 @@ def _run(
     from fedsolve.solving import check_run
     from fedsolve.tracking import made
 
-    for problem, algorithm in experiment.cells.values():
-        check_run(problem, algorithm, **experiment.options)
+    for variant, (problem, algorithm) in experiment.cells.items():
+        check_run(problem, algorithm, clock=experiment.clocks[variant], **experiment.options)
     if checkpoint_every is not None:
         check_count("--checkpoint-every", checkpoint_every)
     for text in track:
@@ -209,6 +209,7 @@ def _run_in(
                 done = fs.solve(
                     *experiment.cell(variant, each),
                     seed=each,
+                    clock=experiment.clocks[variant],
                     progress=tracking.follow(number, progress),
                     interrupted=stopped,
                     checkpoint=checkpoint_of(folder, number),
@@ -483,9 +484,11 @@ def closing_table(runs: dict[str, list[Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     if any(variant for variant, _ in all_runs):
         table.add_column("variant", no_wrap=True)
-    for column in ("seed", "rounds", "f(w)", "g(w)", "feasible", "sent up", "sent down", "time"):
-        if constrained or column not in ("g(w)", "feasible"):
-            table.add_column(column, justify="right", no_wrap=True)
+    timed = any("seconds_total" in run.history for _, run in all_runs)
+    columns = ["seed", "rounds", "f(w)", *(["g(w)", "feasible"] if constrained else [])]
+    columns += ["sent up", "sent down", *(["clock"] if timed else []), "time"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for variant, run in all_runs:
         history = run.history
         row = [variant] if variant else []
@@ -494,6 +497,7 @@ def closing_table(runs: dict[str, list[Any]]) -> Table:
             g, tolerance = history["constraint"], float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{g[-1]:.5g}", f"{100 * (g <= tolerance).mean():.0f} %"]
         row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
+        row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table
 
