@@ -101,13 +101,15 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
-    plot(runs, path / "plot.png")
+    # Of a run that was stopped, some variants have nothing yet.
+    there = {v: [run for run in all if len(run.history)] for v, all in runs.items()}
+    groups = {v: all for v, all in there.items() if all}
+    plot(groups, path / "plot.png")
     if all("seconds_total" in run.history for _, run in labelled):
-        plot(runs, path / "time.png", against="seconds_total")
-    groups = {v: all for v, all in runs.items() if all}
+        plot(groups, path / "time.png", against="seconds_total")
     if stops and has_numbers(groups):
         effort(groups, path / "rounds.png")
-    if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
+    if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
 
 
