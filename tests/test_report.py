@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
                 entries[name] = rng.random(ROUNDS)
             for way in ("up", "down"):
                 entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
-            entries["messages_total"] = 4 * entries["round"]
+            entries["messages_both_ways"] = 4 * entries["round"]
             if variant == "plain":
                 entries["seconds_total"] = np.cumsum(rng.random(ROUNDS))
             frames.append(pd.DataFrame(entries))
@@ -149,7 +149,7 @@ def test_it_renders_in_a_browser(page, folder):
     last = pd.read_csv(folder / "history.csv").groupby(["variant", "seed"], sort=False).tail(1)
     expected = last[["seed", "round", "objective", "constraint"]].to_numpy()
     np.testing.assert_array_equal(np.array(shown).reshape(4, -1)[:, :4].astype(float), expected)
-    axes = ["round", "messages_total", "bytes, both ways", "bytes_up_total", "bytes_down_total"]
+    axes = ["round", "messages_both_ways", "bytes, both ways", "bytes_up_total", "bytes_down_total"]
     options = [a.get("value") for tag, a in dom.tags if tag == "option"]
     assert options[:6] == [*axes, "seconds_total"]
     lines = [a.get("class") for tag, a in dom.tags if tag == "line"]

@@ -257,7 +257,7 @@ class Federation:
         )
         spent = {"bytes_up": self.up, "bytes_down": self.down}
         spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
-        spent |= {"messages_total": state.messages}
+        spent |= {"messages_both_ways": state.messages}
         error = algorithm.compression_error(server, self.w)
         spent |= {} if error is None else {"compression_error": error}
         if state.seconds is not None:

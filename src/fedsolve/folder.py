@@ -81,9 +81,12 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     }
     labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
     facts["certificates"] = {_name(v, run): text for v, run in labelled if (text := _regret(run))}
-    write_atomically(path / "run.json", _json(facts))
-    if not labelled:
-        return
+    if labelled:
+        _save_results(path, runs, labelled, "stop" in config["run"])
+    write_atomically(path / "run.json", _json(facts))  # last: what it says is there
+
+
+def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops: bool) -> None:
     table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
     write_atomically(path / "history.csv", table.to_csv(index=False).encode())
     arrays, wide = {}, {}
@@ -104,7 +107,7 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     plot(groups, path / "plot.png")
     if all("seconds_total" in run.history for _, run in labelled):
         plot(groups, path / "time.png", against="seconds_total")
-    if "stop" in config["run"] and has_numbers(groups):
+    if stops and has_numbers(groups):
         effort(groups, path / "rounds.png")
     if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
