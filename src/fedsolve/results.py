@@ -140,6 +140,8 @@ def whole_page(path: Path, found: Path) -> list[str]:
         write_atomically(path, text.encode())
     except OSError as error:
         raise InvalidInput(f"Cannot write {path}: {error.strerror}.") from None
+    except (ValueError, KeyError) as error:
+        raise InvalidInput(f"A summary below {found} or {kept} is damaged: {error}.") from None
     return shown
 
 
