@@ -116,7 +116,9 @@ def server_process(home, attempt):
                     threading.Timer(rng.uniform(0.1, 1.5), die).start()
             found = super().ask(round, number, clients, message, w)
             with open(home / "heard", "a") as file:
-                file.write(json.dumps([round, number, sorted(found)]) + "\n")
+                file.write(
+                    json.dumps([round, number, sorted(c for own, _ in found for c in own)]) + "\n"
+                )
             return found
 
     with precision_of("float64") as dtype:

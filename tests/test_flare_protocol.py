@@ -191,7 +191,7 @@ class Recording(Link):
         for later in (number, number + 1):  # of an attempt that the server did not survive
             self.heard.pop((round, later), None)
         found = super().ask(round, number, clients, message, w)
-        self.heard[round, number] = set(found)
+        self.heard[round, number] = {client for own, _ in found for client in own}
         return found
 
 

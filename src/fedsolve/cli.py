@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedsolve.errors import InvalidInput
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+REPRODUCED = Path("reproduced")  # where `fedsolve reproduce` writes
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 Name = Annotated[str, typer.Argument(help="An experiment (see `fedsolve list`) or a TOML file.")]
@@ -207,6 +209,101 @@ def _run(
 
 def _tell(message: Warning | str, *_: Any) -> None:
     err.print("Warning:", str(message), style="yellow", markup=False, soft_wrap=True)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="Such as fedsgm/figure-2; without it, all are listed.")
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small, in minutes on a CPU.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="Where to write.")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page of all that was reproduced below DIR."),
+    ] = None,
+) -> None:
+    """Runs a figure or table of the papers, and shows it beside what the paper says.
+
+    The same command goes on with what was stopped.
+    """
+    from fedsolve.results import whole_page
+
+    if page is not None:
+        if name is not None or quick or seeds is not None:
+            raise InvalidInput("--page FILE takes what is there: name no figure beside it.")
+        shown = whole_page(page, out_dir or REPRODUCED)
+        out.print(f"Written to {page}: {len(shown)} figures and tables.", markup=False)
+    elif name is None or list_all:
+        out.print(catalogue_table())
+    else:
+        with Flag(signal.SIGINT, signal.SIGTERM) as stopped, warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _tell
+            _reproduce(name, quick, seeds, out_dir, stopped)
+
+
+def _reproduce(
+    name: str, quick: bool, seeds: int | None, out_dir: Path | None, stopped: Flag
+) -> None:
+    from fedsolve import checkpoints, folder
+    from fedsolve import reproduce as of
+    from fedsolve.results import page
+
+    entry = of.find(name)
+    wanted = {"name": name, "quick": quick, "seeds": seeds}
+    place = out_dir or REPRODUCED / (f"{name}-quick" if quick else name)
+    planned = of.plan(entry, quick, seeds)
+    by = of.begin(place, wanted)
+    words = ["fedsolve", "reproduce", name, *(["--quick"] if quick else [])]
+    words += ["--seeds", str(seeds)] if seeds is not None else []
+    again = shlex.join([*words, *(["-o", str(out_dir)] if out_dir else [])])
+    runs = sum(len(experiment.runs) for experiment in planned.values())
+    expected = of.duration(of.minutes(entry, quick, seeds))
+    told = f"{name}: {runs} runs, about {expected} on 2 cores"
+    if entry.gpu_minutes and not quick:
+        told += f" (on a GPU about {of.duration(entry.gpu_minutes)}; --quick is small)"
+    out.print(f"{told}.", markup=False, soft_wrap=True)
+    results: dict[str, of.Groups] = {}
+    seconds, tables = 0.0, []
+    for label, experiment in planned.items():
+        own = place / "runs" / label
+        if not of.finished(own):
+            there = own.exists()
+            new, old = (None, str(own)) if there else (str(own), None)
+            _run(experiment, new, old, None, stopped, again)
+        contents = folder.read(own)
+        seconds += sum(contents.facts["seconds"].values())
+        results[label] = of.recorded(contents, experiment)
+        contents.table.insert(0, "experiment", label)
+        tables.append(contents.table)
+    made = {"size": "quick" if quick else "full", "changes": of.changes(entry, quick)}
+    made |= {"command": shlex.join(words), **by, "seconds": round(seconds, 1)}
+    summary = of.finish(entry, results, place, made)
+    of.write_data(place / "data.csv", tables)
+    checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())
+    out.print(f"Written to {place}{os.sep}: page.md", markup=False, soft_wrap=True)
+
+
+def catalogue_table() -> Table:
+    from fedsolve import reproduce as of
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("figure or table", "shows", "state", "quick", "full", "on a GPU"):
+        table.add_column(column, no_wrap=column != "shows")
+    entries = of.catalogue()
+    for paper, text in of.papers().items():
+        table.add_row(f"[bold]{paper}[/bold]", f"[bold]{text['title']}[/bold]")
+        for entry in entries.values():
+            if entry.paper_of == paper:
+                missing = entry.note if entry.state != "whole" else ""
+                shows = f"{entry.shows}. [dim]{escape(missing)}[/dim]" if missing else entry.shows
+                table.add_row(entry.name, shows, entry.state, *of.costs(entry))
+    return table
 
 
 @app.command()

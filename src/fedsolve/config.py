@@ -154,7 +154,7 @@ def read(name: str) -> dict[str, Any]:
         if not path.is_file():
             raise InvalidInput(f"There is no file {name}.")
     else:
-        _known(name, experiment_names(), "experiment")
+        check_known(name, experiment_names(), "experiment")
         path = resources.files("fedsolve") / "experiments" / f"{name}.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -181,10 +181,10 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     which of those may be imported.
     """
     for key in config:
-        _known(key, SECTIONS, "key", "")
+        check_known(key, SECTIONS, "key", "")
     run = _table(config, "run", "")
     for key in run:
-        _known(key, RUN_KEYS, "key", "run.")
+        check_known(key, RUN_KEYS, "key", "run.")
     if "rounds" not in run:
         raise InvalidInput("run.rounds is missing: say how many rounds to run.")
     seeds = run.get("seeds", [run.get("seed", 0)])
@@ -229,7 +229,7 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         )
     deploy = _table(config, "deploy", "") if "deploy" in config else {}
     for key, value in deploy.items():
-        _known(key, DEPLOY_KEYS, "key", "deploy.")
+        check_known(key, DEPLOY_KEYS, "key", "deploy.")
         check_positive(f"deploy.{key}", value, zero=key == "quorum")
     if deploy:
         resolved["deploy"] = deploy
@@ -266,12 +266,12 @@ def _build(
     if ":" in kind:
         make = _imported(kind, allowed, where)
     else:
-        _known(kind, registry, "kind", f"{where}.kind: ")
+        check_known(kind, registry, "kind", f"{where}.kind: ")
         make = registry[kind]
     fields = inspect.signature(make).parameters
     for key in table:
         if key != "kind":
-            _known(key, fields, f"field of {kind}", f"{where}.")
+            check_known(key, fields, f"field of {kind}", f"{where}.")
     hints = typing.get_type_hints(make)
     given: dict[str, Any] = {}
     shown: dict[str, Any] = {"kind": kind}
@@ -345,7 +345,8 @@ def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-def _known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
+def check_known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
+    """Refuses a name that is none of these, and says which comes nearest."""
     names = [n for n in names if n]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
+DOTS = (2, 2)
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "X", "s", "^")
 STYLE = {
@@ -27,17 +28,29 @@ TITLES = {
     "objective": "Objective $f(w)$",
     "constraint": "Constraint $g(w)$",
     "participation": "Contributions $N_i$",
+    "reward": "Reward of an episode",
+    "cost": "Cost of an episode",
+    "test_accuracy": "Test accuracy",
 }
+USUAL = ("objective", "constraint", "participation")
 
 
 Groups = Mapping[str, list[Any]]  # runs by label
 
 
-def plot(groups: Groups, path: str | Path | None = None) -> Any:
+def plot(
+    groups: Groups,
+    path: str | Path | None = None,
+    panels: Sequence[str] = USUAL,
+    lines: Mapping[str, float] | None = None,
+    band: float | None = None,
+) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds: for each label the
     mean over its runs, and the band from the least to the greatest. Of what clients have one each
     (contributions), a line for each client of the last label's first run, and a dashed one where
-    the algorithm says that it settles.
+    the algorithm says that it settles. `panels` are the entries of the history that are shown, if
+    all runs have them, `lines` a level to compare some of them with, and `band` so many standard
+    deviations in place of least and greatest.
 
     Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
     word before a colon.
@@ -46,18 +59,28 @@ def plot(groups: Groups, path: str | Path | None = None) -> Any:
     from matplotlib.style import context
 
     runs = [run for group in groups.values() for run in group]
-    panels = [name for name in TITLES if all(name in run.history for run in runs)]
+    panels = [name for name in panels if all(name in run.history for run in runs)]
     columns = _columns(groups)
     alone = len(columns) == 1
     rows, across = (1, len(panels)) if alone else (len(panels), len(columns))
     with context(STYLE):
-        figure = Figure(figsize=(3.4 * across + 0.2, 2.6 * rows + 0.1), layout="constrained")
+        single = all(runs[0].history[name].ndim == 1 for name in panels)  # not a line a client
+        crowded = alone and single and len(groups) > 3
+        wide = 3.4 * across + (1.6 if crowded else 0.2)
+        figure = Figure(figsize=(wide, 2.6 * rows + 0.1), layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
         for column, (heading, shown) in enumerate(columns.items()):
             for row, name in enumerate(panels):
                 axis = axes[0, row] if alone else axes[row, column]
                 title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
-                _panel(axis, shown, name, title, runs, legend=alone or row == 0)
+                if name in (lines or {}):
+                    axis.axhline(dict(lines or {})[name], color="black", linewidth=0.9, dashes=DOTS)
+                _panel(axis, shown, name, title, runs, band)
+                if axis.get_legend_handles_labels()[1] and not crowded and (alone or row == 0):
+                    axis.legend()
+        if crowded:
+            found = [axis.get_legend_handles_labels() for axis in figure.axes]
+            figure.legend(*max(found, key=lambda legend: len(legend[1])), loc="outside right upper")
         if path is not None:
             figure.savefig(path)
     return figure
@@ -136,19 +159,19 @@ def _columns(groups: Groups) -> dict[str, Groups]:
     return dict(columns)
 
 
-def _panel(axis: Any, groups: Groups, name: str, title: str, runs: list[Any], legend: bool) -> None:
+def _panel(
+    axis: Any, groups: Groups, name: str, title: str, runs: list[Any], band: float | None
+) -> None:
     if runs[0].history[name].ndim == 2:
         _each_client(axis, list(groups.values())[-1][0], name, title)
         return
     for index, (label, group) in enumerate(groups.items()):
-        _curve(axis, label, [run.history for run in group], name, index)
+        _curve(axis, label, [run.history for run in group], name, index, band)
     axis.set(title=title, xlabel="Round")
     axis.margins(x=0.01)
     if name == "constraint":
         _tolerance(axis.axhline, runs)
     _fit(axis, [run.history[name] for run in runs])
-    if axis.get_legend_handles_labels()[1] and legend:
-        axis.legend()
 
 
 def _each_client(axis: Any, run: Any, name: str, title: str) -> None:
@@ -164,20 +187,25 @@ def _each_client(axis: Any, run: Any, name: str, title: str) -> None:
 
 def _tolerance(line: Any, runs: list[Any]) -> None:
     tolerance = float(getattr(runs[0].algorithm, "tolerance", 0.0))
-    dots, label = (0, (2, 2)), f"tolerance {tolerance:g}"
-    line(tolerance, color="black", linewidth=0.9, linestyle=dots, label=label)
+    label = f"tolerance {tolerance:g}"
+    line(tolerance, color="black", linewidth=0.9, dashes=DOTS, label=label)
 
 
-def _curve(axis: Any, label: str, histories: list[dict], name: str, index: int) -> None:
+def _curve(
+    axis: Any, label: str, histories: list[dict], name: str, index: int, band: float | None
+) -> None:
     color, dash = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
     length = min(len(history[name]) for history in histories)
     rounds = histories[0]["round"][:length]
     values = np.stack([history[name][:length] for history in histories])
-    axis.plot(rounds, values.mean(axis=0), dash, color=color, linewidth=1.2, label=label or None)
+    mean = values.mean(axis=0)
+    axis.plot(rounds, mean, dash, color=color, linewidth=1.2, label=label or None)
     if len(values) > 1:
-        axis.fill_between(
-            rounds, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0
-        )
+        low, high = values.min(axis=0), values.max(axis=0)
+        if band is not None:
+            spread = band * values.std(axis=0)
+            low, high = mean - spread, mean + spread
+        axis.fill_between(rounds, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _fit(axis: Any, series: list[np.ndarray]) -> None:

@@ -8,6 +8,7 @@ rounds as it is told and evaluates at its end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,20 @@ def evaluate(
             part = jax.tree_util.keystr(path, simple=True, separator=".")
             found[f"{name}.{part}" if part else name] = jnp.asarray(leaf)
     return found
+
+
+def prepared(function: Callable, *fixed: PyTree) -> Callable:
+    """`function(*fixed, *arguments)` compiled, for many short calls: what is fixed is taken apart
+    once, where `eqx.filter_jit` would do so in each."""
+    arrays, rest = eqx.partition(fixed, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+
+    @jax.jit
+    def program(leaves: list[Array], *arguments: PyTree) -> PyTree:
+        whole = eqx.combine(jax.tree.unflatten(structure, leaves), rest)
+        return function(*whole, *arguments)
+
+    return functools.partial(program, leaves)
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class Link:
 
     def ask(
         self, round: int, number: int, clients: Any, message: PyTree, w: Any
-    ) -> dict[int, PyTree]:
-        """Asks those clients: the reply of each that answered."""
+    ) -> list[tuple[list[int], PyTree]]:
+        """Asks those clients: those that answered, site by site, and their replies, stacked."""
         exchange = self.protocol.exchanges[number]
         wanted = {
             site: [int(c) for c in clients if first <= c < first + count]
@@ -117,7 +117,7 @@ class Link:
             for site, own in wanted.items()
         }
         most = max(map(len, wanted.values()), default=0) * size_of(exchange.reply)
-        found: dict[int, PyTree] = {}
+        found: list[tuple[list[int], PyTree]] = []
         for site, (head, arrays) in self._deliver(heads, {"message": message}, w, most).items():
             try:
                 if (head.get("round"), head.get("exchange")) != (round, number):
@@ -128,10 +128,10 @@ class Link:
                 self._log(f"{site}: refused its reply: {refused}")
                 continue
             self.used.setdefault(site, []).append(number)
-            for row, client in enumerate(wanted[site]):
-                found[client] = jax.tree.map(lambda leaf, row=row: leaf[row], reply)
-        if len(found) < max(1, math.ceil(self._quorum * len(clients))):
-            raise TooFew(f"{len(found)} of {len(clients)} clients answered in round {round + 1}")
+            found.append((wanted[site], reply))
+        count = sum(len(own) for own, _ in found)
+        if count < max(1, math.ceil(self._quorum * len(clients))):
+            raise TooFew(f"{count} of {len(clients)} clients answered in round {round + 1}")
         return found
 
     def evaluate(self, round: int, w: Any, template: PyTree) -> dict[str, PyTree]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,7 @@ from fedsolve.flare.wire import decode, encode, take
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 from fedsolve.runs import History, Run
-from fedsolve.simulation import client_values, combined
+from fedsolve.simulation import client_values, combined, prepared
 from fedsolve.solving import joined, numbers_on_device, on_host, precision_of, spans_of
 
 
@@ -47,13 +46,19 @@ class Deployment(Federation):
 
         def ask(round: Any, cohort: Any, asked: Any, message: PyTree, w: Any) -> Any:
             cohort, asked = np.asarray(cohort), np.asarray(asked)
-            found: dict[int, PyTree] = {}
+            values = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+            arrived = np.zeros(size, bool)
             if asked.any():
                 found = self._link.ask(int(round), number, cohort[asked], message, w)
-            arrived = np.asarray([int(c) in found for c in cohort]) & asked
-            nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
-            rows = [found.get(int(c), nothing) for c in cohort]
-            return jax.tree.map(lambda *leaves: np.stack(leaves), *rows), arrived
+                for clients, replies in found:
+                    order = np.argsort(clients)
+                    place = np.searchsorted(clients, cohort, sorter=order)
+                    row = order[np.minimum(place, len(clients) - 1)]
+                    here = np.flatnonzero((np.asarray(clients)[row] == cohort) & asked)
+                    arrived[here] = True
+                    for all, own in zip(*map(jax.tree.leaves, (values, replies)), strict=True):
+                        all[here] = own[row[here]]
+            return values, arrived
 
         here = jax.ShapeDtypeStruct((size,), bool)
         arguments = (self.round, question.cohort, question.asked, question.message, self.w)
@@ -122,17 +127,19 @@ def serve(
             link.restore_packets(saved[0]["link"], saved[1])
             state = _grown(state, link.clients - before)
 
-        def play(algorithm: Algorithm, state: State) -> tuple[State, dict[str, Any]]:
-            return Deployment(placed, state, link).play(algorithm)
+        def play(
+            problem: Problem, algorithm: Algorithm, state: State
+        ) -> tuple[State, dict[str, Any]]:
+            return Deployment(problem, state, link).play(algorithm)
 
-        compiled = eqx.filter_jit(play)
+        one_round, together = prepared(play, placed, tuned), prepared(combined, placed)
         for start, stop, _ in spans_of(int(state.round), rounds, evaluate_every):
             info: dict[str, Any] = {}
             clock = time.perf_counter()
             for _ in range(start, stop):
                 if not go_on():
                     raise TooFew("told to make room for the next job")
-                after, info = jax.block_until_ready(compiled(tuned, state))
+                after, info = jax.block_until_ready(one_round(state))
                 if link.trouble is not None:
                     raise link.trouble
                 state = after
@@ -141,7 +148,7 @@ def serve(
                     _save(path, state, link, chunks, time.perf_counter() - began)
             seconds = time.perf_counter() - clock
             answered = link.answered
-            entry = info | _evaluate(placed, state, link, values_of)
+            entry = info | _evaluate(together, state, link, values_of)
             stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], entry)
             new = on_host(stacked, np.asarray([[start, stop, 1]], np.int32))
             chunks = [joined(_same_width([*chunks, new]))]
@@ -217,11 +224,11 @@ def _one_clients_values(problem: Problem, key: Key[Array, ""]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], client_values(problem, problem.start(), key))
 
 
-def _evaluate(problem: Problem, state: State, link: Link, template: PyTree) -> dict[str, Any]:
+def _evaluate(together: Callable, state: State, link: Link, template: PyTree) -> dict[str, Any]:
     """f and g over all clients that can be heard, and the metrics."""
     found = link.evaluate(int(state.round), state.w, template)
     if not found:
         return {"objective": np.nan}
     parts = [found[site] for site in sorted(found)]
-    values = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *parts)
-    return combined(problem, state.w, values)
+    values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    return together(state.w, values)

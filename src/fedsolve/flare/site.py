@@ -17,10 +17,10 @@ import struct
 import threading
 import types
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +38,9 @@ from fedsolve.flare.wire import (
     size_of,
     take,
 )
+from fedsolve.packets import Packet
 from fedsolve.problem import Problem
-from fedsolve.simulation import client_values
+from fedsolve.simulation import client_values, prepared
 from fedsolve.solving import numbers_on_device, precision_of
 
 MOST_CLIENTS = 10_000_000
@@ -137,6 +138,8 @@ class Share:
             w = self._problem.start()
             one = self._algorithm.init_client(w), self._problem.init_memory()
             self._client = jax.eval_shape(lambda: one)
+        self._evaluate = prepared(_evaluate, self._problem)
+        self._work: dict[int, Callable] = {}  # by exchange
         self._count, self._total = problem.n, 0  # here, and of all sites together (0: not known)
         self._protocol = Protocol((), (), self._client, w)
         self._states = jax.tree.map(lambda x: np.tile(x, (self._count, *[1] * np.ndim(x))), one)
@@ -165,7 +168,7 @@ class Share:
                     return encode({"status": "behind"}, {})
                 if kind == "evaluate":
                     where = [jnp.int32(_whole(head, name)) for name in ("round", "first")]
-                    values = _evaluate(self._problem, jnp.asarray(self._w), self._seed, *where)
+                    values = self._evaluate(jnp.asarray(self._w), self._seed, *where)
                     return encode({"status": "ok"}, {"values": values})
                 return self._ask(head, arrays)
             except Refused as refused:
@@ -178,6 +181,14 @@ class Share:
                 raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
             self._protocol = protocol(self._problem, self._algorithm, total)
             self._total = total
+            self._work = {
+                number: prepared(
+                    functools.partial(_work, number, exchange.method),
+                    self._problem,
+                    self._algorithm,
+                )
+                for number, exchange in enumerate(self._protocol.exchanges)
+            }
 
     def _most(self) -> int:
         """Bytes of arrays in the largest message that can be right."""
@@ -227,11 +238,7 @@ class Share:
         size = len(local)
         padded = min(1 << (size - 1).bit_length(), self._count)
         index = np.append(np.arange(size), np.zeros(padded - size, int))
-        moved, reply = _run(
-            self._problem,
-            self._algorithm,
-            number,
-            self._protocol.exchanges[number].method,
+        moved, reply = self._work[number](
             self._w,
             np.int32(round),
             self._seed,
@@ -257,7 +264,7 @@ class Share:
         for position, (kind, name) in enumerate(zip(kinds, names, strict=True)):
             packet = take(arrays, f"packet{position}", self._protocol.packets[kind])
             if here not in (want, None) and here == name:
-                w = np.asarray(jnp.asarray(w) + jax.tree.map(jnp.asarray, packet).dense())
+                w = np.asarray(_moved(w, packet))
                 here = [*names, want][position + 1]
         if here != want:
             return False
@@ -332,12 +339,11 @@ class _Entry(types.SimpleNamespace):
         super().__init__(digest=digest, local=local, rows=rows, reply=reply)
 
 
-@eqx.filter_jit
-def _run(
-    problem: Problem,
-    algorithm: Algorithm,
+def _work(
     number: int,
     method: str,
+    problem: Problem,
+    algorithm: Algorithm,
     w: Any,
     round: Any,
     seed: Any,
@@ -346,6 +352,7 @@ def _run(
     rows: PyTree,
     message: PyTree,
 ) -> tuple[PyTree, PyTree]:
+    """Some clients' part in one exchange, mapped over them."""
     samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
     fed = types.SimpleNamespace(
@@ -357,7 +364,11 @@ def _run(
     return moved, jax.tree.map(jnp.asarray, reply)
 
 
-@eqx.filter_jit
+@jax.jit
+def _moved(w: Any, packet: Packet) -> Any:
+    return w + packet.dense()
+
+
 def _evaluate(problem: Problem, w: Any, seed: Any, round: Any, first: Any) -> dict[str, PyTree]:
     return client_values(problem, w, evaluation_key(seed, round), first)
 

@@ -1,0 +1,182 @@
+"""Pages of reproduced figures and tables: our numbers beside the papers'."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from fedsolve.checkpoints import write_atomically
+from fedsolve.errors import InvalidInput
+from fedsolve.reproduce import Entry, catalogue, costs, duration, papers
+
+Summary = Mapping[str, Any]
+HEADINGS = {
+    "objective": "f",
+    "constraint": "g",
+    "over": "over ε",
+    "deviation": "g's deviation",
+    "violations": "violating rounds",
+    "test_accuracy": "test accuracy",
+    "test_parity_gap": "test gap",
+    "squared_gradient": "‖∇f‖²",
+}
+SHARES = ("over", "test_accuracy")  # shown in percent
+INTRODUCTION = """\
+<!-- Written by `fedsolve reproduce --page docs/results.md`: change src/fedsolve/papers.toml. -->
+
+# The papers' figures and tables
+
+Every figure and table of the five papers, by `fedsolve reproduce NAME` (`--quick` for a small
+version, in minutes on a CPU), beside what the paper says. `fedsolve reproduce` lists them with
+what they cost.
+
+Numbers are means over seeds, ± the standard deviation over seeds, of the last fifth of a run's
+evaluations unless a round is named; *over ε* is the share of those evaluations with g above the
+tolerance. In pictures, lines are means and bands go from the least to the greatest seed (CartPole:
+0.2 standard deviations, as in its paper).
+"""
+
+
+def page(entry: Entry, summary: Summary, level: int = 1, pictures: str = "") -> str:
+    """A figure's page: pictures, numbers, what the paper says, how it was made."""
+    parts = [f"{'#' * level} {title(entry)}", *_about(entry)]
+    for name in summary["pictures"]:
+        parts.append(f"![{entry.shows}]({pictures}{name})")
+        rows = summary["numbers"][name.removesuffix(".png")]
+        parts.append(_numbers(entry, rows))
+    if entry.claims:
+        rows = [f"| {says} | {found} |" for says, found in entry.claims]
+        table = ["| the paper | here, at full size |", "|---|---|", *rows]
+        parts.append("\n".join(table))
+    parts.append(_made(entry, summary))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def title(entry: Entry) -> str:
+    kind, _, number = entry.name.partition("/")[2].partition("-")
+    return f"{kind.capitalize()} {number}: {entry.shows}"
+
+
+def _about(entry: Entry) -> list[str]:
+    state = {"in part": "In part. ", "other data": "On other data. "}.get(entry.state, "")
+    return [f"*{state}{entry.note}*"] if entry.note else []
+
+
+def _numbers(entry: Entry, rows: list[dict[str, Any]]) -> str:
+    """A row a variant; where the paper has numbers, a column of them beside ours."""
+    columns = [c for c in entry.columns if any(row.get(c) for row in rows)]
+    beside = {c for c in columns if any(c in own for own in entry.paper.values())}
+    head, lines = [""], []
+    for column in columns:
+        head += [_heading(column), "paper"] if column in beside else [_heading(column)]
+    for row in rows:
+        cells = [row["variant"]]
+        for column in columns:
+            found = row.get(column)
+            cells.append(_number(column, found, row["seeds"]) if found else "not reached")
+            if column in beside:
+                own = entry.paper.get(row["variant"], {}).get(column)
+                cells.append("" if own is None else _number(column, [own]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
+
+
+def _heading(column: str) -> str:
+    name, _, when = column.partition("@")
+    when = {"": "", "end": ", end"}.get(when, f", round {when}")
+    return HEADINGS.get(name, name) + when
+
+
+def _number(column: str, found: Sequence[float], seeds: int = 1) -> str:
+    """Three figures of the middle, with the spread over several seeds to as many decimals."""
+    name, unit = column.partition("@")[0], ""
+    if name in SHARES:
+        found, unit, decimals = [100 * value for value in found], " %", 1
+    elif column in ("CR", "violations"):
+        decimals = 0
+    else:
+        decimals = min(max(2 - math.floor(math.log10(abs(found[0]) or 1)), 1), 4)
+    shown = [f"{value:.{decimals}f}" for value in found]
+    return (" ± ".join(shown) if seeds > 1 else shown[0]) + unit
+
+
+def _made(entry: Entry, summary: Summary) -> str:
+    """How it was made, in a line."""
+    commit = f"commit {summary['commit']}" if "commit" in summary else ""
+    parts = [
+        f"`{summary['command']}`",
+        summary["date"],
+        commit or f"version {summary['version']}",
+        summary["machine"],
+        f"{duration(summary['seconds'] / 60)} for all runs" if summary.get("seconds") else "",
+    ]
+    size = ""
+    if summary["size"] == "quick":
+        changes = ", ".join(f"{key} = {value}" for key, value in summary["changes"].items())
+        size = f"**Quick version** ({changes}). "
+    return size + "; ".join(part for part in parts if part) + "."
+
+
+def whole_page(path: Path, found: Path) -> list[str]:
+    """Writes the page of all figures from the summaries beside it (`docs/results/` for
+    `docs/results.md`), after taking up those in the folder `found`; names the figures it has."""
+    kept = path.with_suffix("")
+    try:
+        for summary in sorted(found.glob("*/*/summary.json")):
+            _keep(summary.parent, kept)
+        text, shown = whole(kept)
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise InvalidInput(f"Cannot write {path}: {error.strerror}.") from None
+    return shown
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """Takes over a reproduction's small files; a quick one does not take a full one's place."""
+    summary = json.loads((made / "summary.json").read_text(encoding="utf-8"))
+    place = kept / summary["name"]
+    there = place / "summary.json"
+    before = json.loads(there.read_text(encoding="utf-8"))["size"] if there.is_file() else ""
+    if summary["size"] == "quick" and before == "full":
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(made / "summary.json", place / "summary.json")
+    for name in summary["pictures"]:  # in 64 colours, which keeps them small
+        with Image.open(made / name) as picture:
+            picture.convert("RGB").quantize(64).save(place / name, optimize=True)
+
+
+def whole(kept: Path) -> tuple[str, list[str]]:
+    """The page of all figures, and those of which there are results."""
+    entries, shown = catalogue(), []
+    parts = [INTRODUCTION]
+    rows = ["| | shows | state | here |", "|---|---|---|---|"]
+    for paper, figures in papers().items():
+        parts.append(f"## {figures['title']}")
+        for name, entry in entries.items():
+            if entry.paper_of != paper:
+                continue
+            file = kept / name / "summary.json"
+            if file.is_file():
+                summary = json.loads(file.read_text(encoding="utf-8"))
+                shown.append(name)
+                here = f"{summary['size']}, {summary['date']}"
+                parts.append(page(entry, summary, 3, f"{kept.name}/{name}/").rstrip())
+            else:
+                here = "not run yet" if entry.experiments else "nothing to run"
+                parts.append(f"### {title(entry)}")
+                parts += _about(entry)
+                if entry.experiments:
+                    quick, full, gpu = costs(entry)
+                    told = f"Not run yet: `fedsolve reproduce {name}` takes about {full} on 2 cores"
+                    told += f", {gpu} on a GPU" if gpu else ""
+                    parts.append(f"{told}; `--quick` about {quick}.")
+            rows.append(f"| `{name}` | {entry.shows} | {entry.state} | {here} |")
+    parts.insert(1, "\n".join(rows))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n", shown
