@@ -65,7 +65,8 @@ class Simulation(Federation):
             return moved, jax.tree.map(jnp.asarray, reply)
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
-            return map_clients(watched, cohort, (self._problem.samples, states), self._at_once)
+            data = self._problem.samples, states
+            return map_clients(jax.vmap(watched), cohort, data, self._at_once)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -92,8 +93,9 @@ class Simulation(Federation):
         return values, arrived
 
 
-def map_clients(function: Callable, cohort: Cohort, data: PyTree, at_once: int | None) -> PyTree:
-    """`function(index, *client's data)` of a cohort: all in one `vmap`, or `at_once` at a time.
+def map_clients(together: Callable, cohort: Cohort, data: PyTree, at_once: int | None) -> PyTree:
+    """`together(indices, *their data)`, mostly a `vmap`, of a cohort: of all in one piece, or of
+    `at_once` at a time, where what it finds is put together on the leading axis.
 
     A block's data are fetched where they are used, so that what a client does with them more than
     once finds them in the processor's cache, and no copy of the cohort's data is made. Where
@@ -101,16 +103,22 @@ def map_clients(function: Callable, cohort: Cohort, data: PyTree, at_once: int |
     """
     if at_once is None:
         at_once = _block(data, len(cohort))
-    if at_once is not None:
-
-        def one(index: Any) -> PyTree:
-            return function(index, *jax.tree.map(lambda leaf: leaf[index], data))
-
-        return lax.map(one, jnp.asarray(cohort), batch_size=at_once)
+    who = jnp.asarray(cohort)
     clients = jax.tree.leaves(data)[0].shape[0]
-    if not (isinstance(cohort, np.ndarray) and len(cohort) == clients):
-        data = jax.tree.map(lambda leaf: leaf[cohort], data)
-    return jax.vmap(function)(jnp.asarray(cohort), *data)
+    if at_once is None and isinstance(cohort, np.ndarray) and len(cohort) == clients:
+        return together(who, *data)
+
+    def some(who: Array) -> PyTree:
+        return together(who, *jax.tree.map(lambda leaf: leaf[who], data))
+
+    if at_once is None or at_once >= len(who):
+        return some(who)
+    blocks = len(who) // at_once
+    found = lax.map(some, who[: blocks * at_once].reshape(blocks, at_once))
+    found = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    if len(who) % at_once == 0:
+        return found
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), found, some(who[blocks * at_once :]))
 
 
 def _block(data: PyTree, cohort: int) -> int | None:
@@ -130,26 +138,26 @@ def client_values(
     at_once: int | None = None,
     gradient: bool = False,
 ) -> dict[str, PyTree]:
-    """`problem.values` of each client, where the clients are numbered from `first` on; and
-    the gradient of its objective, if asked for."""
+    """`problem.values` of each client, where the clients are numbered from `first` on. If asked
+    for, `gradient` has sums of gradients of their objectives, one row a block of clients: so that
+    there is none for each client."""
 
-    def look(index: Any, samples: Samples) -> dict[str, PyTree]:
-        own = None if key is None else jax.random.fold_in(key, index)
+    def look(w: Float[Array, " d"], index: Any, samples: Samples) -> dict[str, PyTree]:
+        own = None if key is None else jax.random.fold_in(key, first + index)
+        return problem.values(w, samples, own)
 
-        def values(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
-            found = problem.values(w, samples, own)
-            return found["objective"], found
+    def together(indices: Int[Array, " b"], samples: Samples) -> dict[str, PyTree]:
+        def total(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
+            found = jax.vmap(look, in_axes=(None, 0, 0))(w, indices, samples)
+            return jnp.sum(found["objective"]), found
 
         if not gradient:
-            return values(w)[1]
-        slope, found = jax.grad(values, has_aux=True)(w)
-        return found | {"gradient": slope}
-
-    def numbered(index: Any, samples: Samples) -> dict[str, PyTree]:
-        return look(first + index, samples)
+            return total(w)[1]
+        slope, found = jax.grad(total, has_aux=True)(w)
+        return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(numbered, everyone, (problem.samples,), at_once)
+    return map_clients(together, everyone, (problem.samples,), at_once)
 
 
 def evaluate(
@@ -190,7 +198,8 @@ def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree])
     """f and g from clients' values at w, and the metrics there."""
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
-        found["squared_gradient"] = jnp.sum(jnp.mean(values["gradient"], axis=0) ** 2)
+        slope = jnp.sum(values["gradient"], axis=0) / len(values["objective"])
+        found["squared_gradient"] = jnp.sum(slope**2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)

@@ -197,7 +197,7 @@ def _look(
 @eqx.filter_jit
 def _value_and_slope(problem: Problem, y: Float[Array, " d"]) -> tuple[Any, Any]:
     found = client_values(problem, y, gradient=True)
-    return jnp.mean(found["objective"]), jnp.mean(found["gradient"], axis=0)
+    return jnp.mean(found["objective"]), jnp.sum(found["gradient"], axis=0) / problem.n
 
 
 def _minimise(look: Any, start: Vector, domain: Any) -> Vector:
