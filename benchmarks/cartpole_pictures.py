@@ -1,4 +1,4 @@
-"""Draws docs/pictures/cartpole*.png from docs/results.
+"""Draws docs/pictures/cartpole-sensitivity.png from docs/results.
 
 python benchmarks/cartpole_pictures.py
 """
@@ -13,20 +13,6 @@ import pandas as pd
 from PIL import Image
 
 DOCS = Path(__file__).parent.parent / "docs"
-BUDGET = 30
-
-
-def curves(above, below, table):
-    """Mean reward and cost over seeds, with 0.2 standard deviations, as the paper has it."""
-    for variant, own in table.groupby("variant", sort=False):
-        for axis, name in ((above, "reward"), (below, "cost")):
-            found = own.groupby("round")[name].agg(["mean", "std"])
-            (line,) = axis.plot(found.index, found["mean"], label=variant, linewidth=1.3)
-            low, high = (found["mean"] + sign * 0.2 * found["std"] for sign in (-1, 1))
-            axis.fill_between(found.index, low, high, color=line.get_color(), alpha=0.2)
-    below.axhline(BUDGET, color="red", linestyle=":", linewidth=1)
-    below.set_xlabel("round")
-    above.legend(fontsize=8, loc="lower right")
 
 
 def save(figure, name):
@@ -35,19 +21,6 @@ def save(figure, name):
     with Image.open(DOCS / "pictures" / name) as picture:
         small = picture.convert("RGB").quantize(64)
     small.save(DOCS / "pictures" / name, optimize=True)
-
-
-def figures():
-    figure, axes = plt.subplots(2, 2, figsize=(8, 4.6), sharex=True, sharey="row")
-    for column, (name, title) in enumerate(
-        (("fedsgm-figure-3", "Figure 3: switching"), ("fedsgm-figure-4", "Figure 4: participation"))
-    ):
-        curves(axes[0, column], axes[1, column], pd.read_csv(DOCS / "results" / f"{name}.csv"))
-        axes[0, column].set_title(title, fontsize=10)
-    axes[0, 0].set_ylabel("reward of an episode")
-    axes[1, 0].set_ylabel("cost of an episode")
-    figure.tight_layout()
-    save(figure, "cartpole.png")
 
 
 def sensitivity():
@@ -77,5 +50,4 @@ def sensitivity():
 
 
 if __name__ == "__main__":
-    figures()
     sensitivity()

@@ -147,7 +147,7 @@ BAD = {
             5,
             resume=fs.solve(problem(), fs.FedSGM(0.1), 2).state,
         ),
-        "another problem or algorithm",
+        "another problem, algorithm or clock",
     ),
     "a state that is already there": (
         lambda: fs.solve(
@@ -161,7 +161,7 @@ BAD = {
     ),
     "a sweep over nothing": (
         lambda: fs.sweep(problem(), fs.FedSGM(0.1), 2, step_size=[]),
-        "needs at least one seed",
+        "needs a problem, a seed",
     ),
     "an empty maximum": (lambda: fs.Maximum(), "at least one constraint"),
 }

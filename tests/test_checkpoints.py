@@ -17,7 +17,7 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve import checkpoints
+from fedsolve import checkpoints, folder
 from test_cli import fedsolve  # noqa: F401
 
 KILLS = int(os.environ.get("FEDSOLVE_KILLS", "2"))
@@ -230,3 +230,14 @@ def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path):  # n
     assert fedsolve("run", "--resume", "x", "--rounds", 6)[0] == 0
     assert fedsolve("run", "x.toml", "--rounds", 6, "--out", "z")[0] == 0
     assert results(tmp_path / "x") == results(tmp_path / "z")
+
+
+def test_two_processes_cannot_work_in_one_folder(fedsolve, tmp_path):  # noqa: F811
+    assert fedsolve("run", "neyman-pearson", "--rounds", 2, "--out", "x")[0] == 0
+    before = results(tmp_path / "x")
+    with folder.alone(tmp_path / "x"):
+        status, _, told = fedsolve("run", "--resume", "x", "--rounds", 3)
+    assert status == 2
+    assert "Another process is working in x; wait for its end." in told
+    assert results(tmp_path / "x") == before
+    assert fedsolve("run", "--resume", "x", "--rounds", 3)[0] == 0

@@ -94,6 +94,15 @@ def test_the_page_on_runs_works():
     exec(example, {})
 
 
+def test_the_page_on_time_works():
+    names = {}
+    (example,) = blocks("docs/time.md")
+    exec(example, names)
+    history = names["run"].history
+    assert (history["seconds"] > 0.25 / 2).all()
+    assert history["seconds_total"][-1] > 50 * 0.1
+
+
 @examples.needs_data("cifar10")
 def test_the_page_on_images_works(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

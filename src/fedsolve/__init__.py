@@ -27,6 +27,7 @@ from fedsolve.algorithms import (
     IPPConEx,
     PenaltyFedAvg,
 )
+from fedsolve.clock import Clock, LogNormal, Mixture
 from fedsolve.compression import (
     QSGD,
     Compose,
@@ -41,7 +42,7 @@ from fedsolve.compression import (
 from fedsolve.packets import Packet
 from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
-from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput
+from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput, ProcessLost
 from fedsolve.federation import Federation
 from fedsolve.fields import static
 from fedsolve.games import Game
@@ -56,6 +57,7 @@ from fedsolve.solving import solve
 from fedsolve.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.sweeping import sweep
 from fedsolve.switching import Hard, Soft, Switching
+from fedsolve.tracking import Follower, Tracked, Tracker
 
 __version__ = "0.1.0"
 
@@ -72,6 +74,7 @@ __all__ = [
     "Box",
     "Client",
     "ClientError",
+    "Clock",
     "Compose",
     "Compressor",
     "Constraint",
@@ -91,6 +94,7 @@ __all__ = [
     "Float4",
     "Float8",
     "Float16",
+    "Follower",
     "Game",
     "Hard",
     "IPPConEx",
@@ -98,14 +102,17 @@ __all__ = [
     "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
+    "LogNormal",
     "Maximum",
     "Mean",
+    "Mixture",
     "NearOptimum",
     "Optimizer",
     "Packet",
     "Participating",
     "PenaltyFedAvg",
     "Problem",
+    "ProcessLost",
     "RandK",
     "Reached",
     "Replies",
@@ -119,6 +126,8 @@ __all__ = [
     "Sweep",
     "Switching",
     "TopK",
+    "Tracked",
+    "Tracker",
     "WholeSpace",
     "datasets",
     "games",

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -81,7 +82,7 @@ def list_all() -> None:
         "Algorithms": config.ALGORITHMS,
         "Problems": config.PROBLEMS,
         "Compressors": config.COMPRESSORS,
-        "Switching, schedules": others,
+        "Other parts": others,
         "Rules that stop a run": config.RULES,
     }
     for title, entries in sections.items():
@@ -117,6 +118,10 @@ def run(
         int | None,
         typer.Option(metavar="ROUNDS", help="Save so often; by default every half minute."),
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(metavar="mlflow[=ADDRESS]", help="Also tell a tracker; again when resumed."),
+    ] = None,
 ) -> None:
     """Runs an experiment and writes its folder; or goes on with one that was stopped."""
     with Flag(signal.SIGINT, signal.SIGTERM) as stopped, warnings.catch_warnings():
@@ -133,7 +138,7 @@ def run(
         else:
             experiment = _experiment(str(Path(resume, "config.toml")), changes)
             experiment = dataclasses.replace(experiment, name=Path(resume).resolve().name)
-        _run(experiment, out_dir, resume, checkpoint_every, stopped)
+        _run(experiment, out_dir, resume, checkpoint_every, stopped, track=track or [])
 
 
 def _run(
@@ -143,36 +148,60 @@ def _run(
     checkpoint_every: int | None,
     stopped: Flag,
     again: str | None = None,
+    track: Sequence[str] = (),
 ) -> None:
     """Runs it all; `again` is the command that goes on with it, where that is another one."""
-    import fedsolve as fs
     from fedsolve import checkpoints
     from fedsolve.fields import check_count
-    from fedsolve.folder import begin, checkpoint_of, new_folder, save
-    from fedsolve.simulation import keep_compiled_programs
+    from fedsolve.folder import alone, new_folder
     from fedsolve.solving import check_run
+    from fedsolve.tracking import made
 
-    for problem, algorithm in experiment.cells.values():
-        check_run(problem, algorithm, **experiment.options)
+    for variant, (problem, algorithm) in experiment.cells.items():
+        check_run(problem, algorithm, clock=experiment.clocks[variant], **experiment.options)
     if checkpoint_every is not None:
         check_count("--checkpoint-every", checkpoint_every)
-    saved: dict[int, checkpoints.Checkpoint] = {}
+    for text in track:
+        made(text)
     if resume is None:
         folder = new_folder(out_dir, experiment.name)
     else:
         folder = Path(resume)
         checkpoints.check_writable(folder)
-        for number in range(len(experiment.runs)):
-            if checkpoints.exists(place := checkpoint_of(folder, number)):
-                saved[number] = checkpoints.load(place)
-                done, wanted = saved[number].round, experiment.options["rounds"]
-                if done > wanted:
-                    raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
-    begin(folder, experiment.resolved)
+    with alone(folder):
+        _run_in(folder, experiment, checkpoint_every, stopped, track, again)
+
+
+def _run_in(
+    folder: Path,
+    experiment: Experiment,
+    checkpoint_every: int | None,
+    stopped: Flag,
+    track: Sequence[str],
+    again: str | None,
+) -> None:
+    import fedsolve as fs
+    from fedsolve import checkpoints
+    from fedsolve.folder import begin, checkpoint_of, save
+    from fedsolve.simulation import keep_compiled_programs
+    from fedsolve.tracking import Tracking
+
+    saved: dict[int, checkpoints.Checkpoint] = {}
+    for number in range(len(experiment.runs)):
+        if checkpoints.exists(place := checkpoint_of(folder, number)):
+            saved[number] = checkpoints.load(place)
+            done, wanted = saved[number].round, experiment.options["rounds"]
+            if done > wanted:
+                raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
+    try:
+        begin(folder, experiment.resolved)
+        tracking = Tracking(folder, track, experiment, _tell)
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
     cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     keep_compiled_programs(Path(cache, "fedsolve", "programs"))
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
-    status, message, code = "finished", "", 0
+    status, message, code, number = "finished", "", 0, 0
     try:
         for number, (variant, each) in enumerate(experiment.runs):
             label = f"{variant or experiment.name}, seed {each}"
@@ -180,7 +209,8 @@ def _run(
                 done = fs.solve(
                     *experiment.cell(variant, each),
                     seed=each,
-                    progress=progress,
+                    clock=experiment.clocks[variant],
+                    progress=tracking.follow(number, progress),
                     interrupted=stopped,
                     checkpoint=checkpoint_of(folder, number),
                     checkpoint_every=checkpoint_every,
@@ -188,20 +218,25 @@ def _run(
                     **experiment.options,
                 )
                 runs[variant].append(done)
+                tracking.end(number, "finished", done.history)
     except (fs.Diverged, fs.Interrupted) as stop:
         runs[next(v for v, group in runs.items() if len(group) < len(experiment.seeds))].append(
             stop.run
         )
         status = "diverged" if isinstance(stop, fs.Diverged) else "interrupted"
         message, code = str(stop), 1 if stopped.caught is None else 128 + stopped.caught
+        tracking.end(number, status, stop.run.history)
+    tracking.close_table()
     out.print(closing_table(runs))
     try:
         save(folder, runs, experiment.resolved, status, message)
     except OSError as error:
         fail(f"Cannot write to {folder}: {error.strerror}.", 1)
     out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
+    command = again or f"fedsolve run --resume {shlex.quote(str(folder))}"
+    for missed in tracking.close(impatient=stopped if status == "finished" else lambda: False):
+        _tell(f"{missed} It is all in {folder}; to send it: {command}")
     if status == "interrupted":
-        command = again or f"fedsolve run --resume {shlex.quote(str(folder))}"
         out.print(f"To go on: {command}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)
@@ -449,9 +484,11 @@ def closing_table(runs: dict[str, list[Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     if any(variant for variant, _ in all_runs):
         table.add_column("variant", no_wrap=True)
-    for column in ("seed", "rounds", "f(w)", "g(w)", "feasible", "sent up", "sent down", "time"):
-        if constrained or column not in ("g(w)", "feasible"):
-            table.add_column(column, justify="right", no_wrap=True)
+    timed = any("seconds_total" in run.history for _, run in all_runs)
+    columns = ["seed", "rounds", "f(w)", *(["g(w)", "feasible"] if constrained else [])]
+    columns += ["sent up", "sent down", *(["clock"] if timed else []), "time"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for variant, run in all_runs:
         history = run.history
         row = [variant] if variant else []
@@ -460,6 +497,7 @@ def closing_table(runs: dict[str, list[Any]]) -> Table:
             g, tolerance = history["constraint"], float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{g[-1]:.5g}", f"{100 * (g <= tolerance).mean():.0f} %"]
         row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
+        row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table
 

@@ -89,9 +89,11 @@ PARTICIPATION: dict[str, Callable] = {
         fs.participation.FirstAnswers,
     )
 }
+DISTRIBUTIONS: dict[str, Callable] = {part.__name__: part for part in (fs.LogNormal, fs.Mixture)}
 PARTS: dict[str, Callable] = (
     COMPRESSORS
     | PARTICIPATION
+    | DISTRIBUTIONS
     | {
         part.__name__: part
         for part in (
@@ -106,9 +108,10 @@ PARTS: dict[str, Callable] = (
     }
 )
 SEED_KEYS = ("seed", "seeds", "instances")
-RUN_KEYS = ("rounds", *SEED_KEYS, "evaluate_every", "precision", "clients_at_once", "stop")
+HOW_KEYS = ("evaluate_every", "precision", "clients_at_once", "stop", "devices")
+RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
 DEPLOY_KEYS = ("deadline", "quorum", "sites")
-SECTIONS = ("title", "problem", "algorithm", "run", "variants", "deploy")
+SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any
 
 
@@ -118,6 +121,7 @@ class Experiment:
 
     name: str
     cells: dict[str, tuple[fs.Problem, fs.Algorithm]]  # by variant; "" if there are none
+    clocks: dict[str, fs.Clock | None]  # by variant too
     seeds: list[int]
     options: dict[str, Any]  # for `solve`
     deploy: dict[str, Any]  # for a deployment
@@ -195,7 +199,7 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     if not isinstance(instances, bool):
         raise InvalidInput(f"run.instances must be true or false, got {instances!r}.")
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
-    cells, resolved = {}, {k: v for k, v in config.items() if k == "title"}
+    cells, clocks, resolved = {}, {}, {k: v for k, v in config.items() if k == "title"}
     problems: dict[str, tuple[fs.Problem, dict[str, Any]]] = {}
     tables: dict[str, dict[str, Any]] = {}
     for variant, changes in variants.items():
@@ -215,10 +219,15 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm", allowed
         )
         cells[variant] = (problem, algorithm)
+        described = {"kind": "Clock"} | _table(changed, "clock", "") if "clock" in changed else {}
+        clocks[variant], clock_table = None, {}
+        if described:
+            clocks[variant], clock_table = _build(described, {"Clock": fs.Clock}, "clock")
         if not changes:  # variants change what is here: it must not be one of the changed
             resolved |= {"problem": problem_table, "algorithm": algorithm_table}
+            resolved |= {"clock": clock_table} if clock_table else {}
     if "problem" not in resolved:
-        resolved |= {key: config[key] for key in ("problem", "algorithm") if key in config}
+        resolved |= {key: config[key] for key in ("problem", "algorithm", "clock") if key in config}
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
@@ -233,8 +242,9 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         check_positive(f"deploy.{key}", value, zero=key == "quorum")
     if deploy:
         resolved["deploy"] = deploy
+    instance_tables = tables if instances else None
     return Experiment(
-        name, cells, seeds, options, deploy, resolved, tables if instances else None, allowed
+        name, cells, clocks, seeds, options, deploy, resolved, instance_tables, allowed
     )
 
 
@@ -283,7 +293,7 @@ def _build(
             continue
         value = table[name]
         names_part = isinstance(value, str) and _accepts_parts(hints.get(name))
-        if isinstance(value, dict) or names_part:
+        if (isinstance(value, dict) and not _accepts_tables(hints.get(name))) or names_part:
             part = value if isinstance(value, dict) else {"kind": value}
             value, shown[name] = _build(part, PARTS, f"{where}.{name}")
         else:
@@ -318,6 +328,10 @@ def _accepts_parts(hint: Any) -> bool:
     return hint is not None and not plain
 
 
+def _accepts_tables(hint: Any) -> bool:
+    return any(typing.get_origin(h) is dict for h in (hint, *typing.get_args(hint)))
+
+
 def _shown(value: Any) -> Any:
     """A default as it would be written in TOML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -343,6 +357,22 @@ def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         table = table[name]
     table[last] = value
     return changed
+
+
+def settings_of(config: dict[str, Any], variant: str) -> dict[str, Any]:
+    """What a variant runs, tables in tables as dotted keys; `kind` is its table's own value."""
+    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
+    for key, value in config.get("variants", {}).get(variant, {}).items():
+        shown = with_key(shown, key, value)
+    return _flat(shown)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = prefix.removesuffix(".") if key == "kind" else prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def check_known(name: str, names: Iterable[str], what: str, where: str = "") -> None:

@@ -15,10 +15,10 @@ from jaxtyping import Int, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import ClientError
-from fedsolve.federation import Arrivals, Federation, Flags, Question, State
+from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.problem import Problem
-from fedsolve.simulation import Follow, evaluate
-from fedsolve.stopping import Stop, wants_gradient
+from fedsolve.setting import Setting
+from fedsolve.simulation import evaluate
 
 
 class Debug(Federation):
@@ -61,9 +61,7 @@ def advance(
     algorithm: Algorithm,
     state: State,
     spans: Int[np.ndarray, "slots 3"],
-    arrivals: Arrivals | None = None,
-    rule: Stop | None = None,
-    follow: Follow = (),
+    setting: Setting,
 ) -> tuple[State, dict[str, Any]]:
     """As `simulation.advance`, one operation at a time."""
     entries = []
@@ -71,16 +69,10 @@ def advance(
         for start, stop, look in spans:
             info: dict[str, Any] = {}
             for _ in range(start, stop):
-                state, info = Debug(problem, state, arrivals).play(algorithm)
-            entry = info | evaluate(
-                problem,
-                state.w,
-                state.evaluation_key,
-                gradient=wants_gradient(rule),
-                follow=follow,
-            )
-            if rule is not None:
-                entry["stopped"] = np.asarray(look > 0 and rule(entry), bool)
+                state, info = Debug(problem, state, setting).play(algorithm)
+            entry = info | evaluate(problem, state.w, state.evaluation_key, setting)
+            if setting.stop is not None:
+                entry["stopped"] = np.asarray(look > 0 and setting.stop(entry), bool)
             entries.append(entry)
             if entry.get("stopped"):
                 break

@@ -25,5 +25,9 @@ class Diverged(Stopped):
     """A non-finite value appeared; the message names round, client and quantity."""
 
 
+class ProcessLost(RuntimeError):
+    """Another process of the run was lost."""
+
+
 class Interrupted(Stopped):
     """The user stopped the run (Ctrl-C)."""

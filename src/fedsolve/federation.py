@@ -9,6 +9,7 @@ Randomness is a function of (seed, round, exchange, client), never of order or p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
 
+from fedsolve.clock import Seconds
 from fedsolve.constraints import Constraint
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
+from fedsolve.setting import Setting
 
 Flags = Bool[Array, " m"] | Bool[np.ndarray, " m"]
 Cohort = Int[Array, " m"] | Int[np.ndarray, " m"]
 SUBSETS = 2**31 - 1  # a key that no exchange has
-Arrivals = Callable[[Any, int, Any], Any]  # round, exchange, clients -> which answers arrive
 
 
 class Bytes(eqx.Module):
@@ -84,12 +86,19 @@ class State(eqx.Module):
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
+    seconds: Seconds | None  # of simulated time so far, where there is a clock
 
     @classmethod
     def start(
-        cls, problem: Problem, algorithm: Any, key: Key[Array, ""], clients: int | None = None
+        cls,
+        problem: Problem,
+        algorithm: Any,
+        key: Key[Array, ""],
+        clients: int | None = None,
+        timed: bool = False,
     ) -> State:
-        """Before the first round; `clients` where there are not as many as the problem has."""
+        """Before the first round; `clients` where there are not as many as the problem has;
+        `timed` where there is a clock."""
         w, n = problem.start(), problem.n if clients is None else clients
         states, memory = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
@@ -108,6 +117,7 @@ class State(eqx.Module):
             up=Bytes.zero(),
             down=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
+            seconds=Seconds.zero() if timed else None,
         )
 
     @property
@@ -158,7 +168,7 @@ class Question:
 class Federation:
     """The server's view of its clients during one round."""
 
-    def __init__(self, problem: Problem, state: State, arrivals: Arrivals | None = None):
+    def __init__(self, problem: Problem, state: State, setting: Setting | None = None):
         self.w = state.w
         self.round = state.round
         self.up, self.down = Bytes.zero(), Bytes.zero()
@@ -170,7 +180,9 @@ class Federation:
         self.contributions: Float[Array, " n"] | None = None  # samples of each in this round
         self._published, self._seen = state.published, state.seen
         self._fault = state.fault
-        self._arrivals = arrivals
+        self._setting = Setting() if setting is None else setting
+        self.delays: Float[Array, " n"] | None = None  # seconds before each answers in this round
+        self._seconds: Any = 0.0  # of this round so far
         self._key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
 
     @property
@@ -206,7 +218,7 @@ class Federation:
         self.exchanges.append(method.__name__)
         values, arrived = self._exchange(question)
         self._notice(values, question.exchange, cohort, arrived)
-        self._charge(cohort, question.asked, arrived, values, message)
+        self._charge(question, arrived, values)
         return Replies(values, arrived)
 
     def publish(self, packet: Packet, when: Any = True) -> None:
@@ -238,9 +250,12 @@ class Federation:
             up=before.up + self.up,
             down=before.down + self.down,
             fault=jnp.where(broken, here, self._fault),
+            seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
         )
         spent = {"bytes_up": self.up, "bytes_down": self.down}
         spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
+        if state.seconds is not None:
+            spent |= {"seconds": jnp.asarray(self._seconds), "seconds_total": state.seconds}
         return state, jax.tree.map(jnp.asarray, info) | spent
 
     def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
@@ -250,10 +265,33 @@ class Federation:
 
     def _arrived(self, question: Question) -> Flags:
         """Which answers arrive where nothing can really be lost."""
-        if self._arrivals is None:
-            return question.asked
-        arrived = self._arrivals(self.round, question.exchange, question.cohort)
-        return question.asked & jnp.asarray(arrived)
+        arrivals, clock, arrived = self._setting.arrivals, self._setting.clock, question.asked
+        if arrivals is not None:
+            told = arrivals(self.round, question.exchange, question.cohort)
+            arrived = arrived & jnp.asarray(told)
+        if clock is None:
+            return arrived
+        times = self._times(question)
+        arrived = clock.waited_for(arrived, times)
+        self._seconds += jnp.max(jnp.where(arrived, times, 0))
+        return arrived
+
+    def _times(self, question: Question) -> Float[Array, " m"]:
+        """How long each of the cohort takes for its answer, by the clock."""
+        clock, cohort = self._setting.clock, question.cohort
+        assert clock is not None
+        one = jax.tree.map(lambda leaf: leaf[0], (self._problem.samples, self._states))
+        reply = jax.eval_shape(question.answer, jnp.int32(0), *one)[1]
+        down = _bytes(question.message) + self._missed(cohort).astype(jnp.result_type(float))
+        seed = jax.random.wrap_key_data(self._state.seed)
+        name = self.exchanges[question.exchange]
+        times = clock.times(name, cohort, down, _bytes(reply), self.round, seed)
+        return times if self.delays is None else times + self.delays[cohort]
+
+    def _missed(self, cohort: Cohort) -> UInt32[Array, " m"]:
+        """The bytes that bring each of the cohort up to date with w."""
+        seen = jax.tree.map(lambda leaf: leaf[cohort], self._seen)
+        return self._published.minus(seen, at_most=self.w.size * self.w.dtype.itemsize)
 
     def _notice(self, values: PyTree, exchange: int, cohort: Cohort, arrived: Flags) -> None:
         """Remembers the first reply that is not finite."""
@@ -266,28 +304,20 @@ class Federation:
         first = jnp.any(bad) & (self._fault[0] < 0)
         self._fault = jnp.where(first, where.astype(jnp.int32), self._fault)
 
-    def _charge(
-        self,
-        cohort: Cohort,
-        asked: Flags,
-        arrived: Flags,
-        values: PyTree,
-        message: PyTree,
-    ) -> None:
+    def _charge(self, question: Question, arrived: Flags, values: PyTree) -> None:
         """Counts what went down to everyone asked and what came up from those that answered."""
+        cohort, asked = question.cohort, question.asked
         self.up = self.up.plus(jnp.sum(arrived), _bytes(values) // len(cohort))
-        self.down = self.down.plus(jnp.sum(asked), _bytes(message))
-        seen = jax.tree.map(lambda leaf: leaf[cohort], self._seen)
-        missed = self._published.minus(seen, at_most=self.w.size * self.w.dtype.itemsize)
-        self.down = self.down.plus_all(jnp.where(asked, missed, np.uint32(0)))
+        self.down = self.down.plus(jnp.sum(asked), _bytes(question.message))
+        self.down = self.down.plus_all(jnp.where(asked, self._missed(cohort), np.uint32(0)))
         # The server learns that a client is up to date from its answer, not from having asked.
         self._seen = jax.tree.map(
-            lambda all, old, new: all.at[cohort].set(jnp.where(arrived, new, old)),
+            lambda all, new: all.at[cohort].set(jnp.where(arrived, new, all[cohort])),
             self._seen,
-            seen,
             self._published,
         )
 
 
 def _bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, jax.tree.leaves(tree)))
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(np.shape(leaf)) * jnp.result_type(leaf).itemsize for leaf in leaves)

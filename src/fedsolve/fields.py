@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -53,6 +54,19 @@ def check_count(name: str, value: Any, most: int | None = None) -> None:
         raise InvalidInput(f"{name} must be a whole number from 1 up, got {value!r}.")
     if most is not None and value > most:
         raise InvalidInput(f"{name} is {value}, but there are only {most} clients.")
+
+
+def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"]:
+    """Numbers in a file: `.npy`, or text with commas."""
+    path = Path(path)
+    try:
+        table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",")
+        table = np.atleast_2d(np.asarray(table, float))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"Cannot read {name} from {path}: {error}.") from error
+    if table.ndim != 2 or not table.size:
+        raise InvalidInput(f"{name} in {path} must be a table: a row a round, a column a client.")
+    return table
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:

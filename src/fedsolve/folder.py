@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import platform
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,17 @@ def new_folder(wanted: str | None, name: str) -> Path:
     except OSError as error:
         raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from error
     return path
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps other processes from working in the folder at the same time."""
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInput(f"Another process is working in {path}; wait for its end.") from None
+        yield
 
 
 def begin(path: Path, config: dict[str, Any]) -> None:
@@ -83,6 +96,8 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
     plot(runs, path / "plot.png")
+    if all("seconds_total" in run.history for _, run in labelled):
+        plot(runs, path / "time.png", against="seconds_total")
     groups = {v: all for v, all in runs.items() if all}
     if "stop" in config["run"] and has_numbers(groups):
         effort(groups, path / "rounds.png")

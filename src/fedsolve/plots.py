@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fedsolve.errors import InvalidInput
+
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
 DOTS = (2, 2)
 DASHES = ("-", "--", "-.", ":")
@@ -35,6 +37,12 @@ TITLES = {
 USUAL = ("objective", "constraint", "participation")
 
 
+AXES = {
+    "round": "Round",
+    "seconds_total": "Simulated time (s)",
+    "bytes_up_total": "Bytes sent up",
+    "bytes_down_total": "Bytes sent down",
+}
 Groups = Mapping[str, list[Any]]  # runs by label
 
 
@@ -44,9 +52,11 @@ def plot(
     panels: Sequence[str] = USUAL,
     lines: Mapping[str, float] | None = None,
     band: float | None = None,
+    against: str = "round",
 ) -> Any:
-    """Objective (and constraint, with the tolerance as a line) against rounds: for each label the
-    mean over its runs, and the band from the least to the greatest. Of what clients have one each
+    """Objective (and constraint, with the tolerance as a line) against rounds, or another entry of
+    the history that grows, such as `seconds_total` or `bytes_up_total`: for each label the mean
+    over its runs, and the band from the least to the greatest. Of what clients have one each
     (contributions), a line for each client of the last label's first run, and a dashed one where
     the algorithm says that it settles. `panels` are the entries of the history that are shown, if
     all runs have them, `lines` a level to compare some of them with, and `band` so many standard
@@ -59,6 +69,9 @@ def plot(
     from matplotlib.style import context
 
     runs = [run for group in groups.values() for run in group]
+    if not all(against in run.history for run in runs):
+        known = [name for name in AXES if all(name in run.history for run in runs)]
+        raise InvalidInput(f"Runs can be shown against {', '.join(known)}, not {against!r}.")
     panels = [name for name in panels if all(name in run.history for run in runs)]
     columns = _columns(groups)
     alone = len(columns) == 1
@@ -75,7 +88,7 @@ def plot(
                 title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
                 if name in (lines or {}):
                     axis.axhline(dict(lines or {})[name], color="black", linewidth=0.9, dashes=DOTS)
-                _panel(axis, shown, name, title, runs, band)
+                _panel(axis, shown, name, title, runs, band, against)
                 if axis.get_legend_handles_labels()[1] and not crowded and (alone or row == 0):
                     axis.legend()
         if crowded:
@@ -160,28 +173,35 @@ def _columns(groups: Groups) -> dict[str, Groups]:
 
 
 def _panel(
-    axis: Any, groups: Groups, name: str, title: str, runs: list[Any], band: float | None
+    axis: Any,
+    groups: Groups,
+    name: str,
+    title: str,
+    runs: list[Any],
+    band: float | None,
+    against: str,
 ) -> None:
     if runs[0].history[name].ndim == 2:
-        _each_client(axis, list(groups.values())[-1][0], name, title)
+        _each_client(axis, list(groups.values())[-1][0], name, title, against)
         return
     for index, (label, group) in enumerate(groups.items()):
-        _curve(axis, label, [run.history for run in group], name, index, band)
-    axis.set(title=title, xlabel="Round")
+        histories = [run.history for run in group]
+        _curve(axis, label, histories, name, index, band, against)
+    axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
     if name == "constraint":
         _tolerance(axis.axhline, runs)
     _fit(axis, [run.history[name] for run in runs])
 
 
-def _each_client(axis: Any, run: Any, name: str, title: str) -> None:
+def _each_client(axis: Any, run: Any, name: str, title: str, against: str) -> None:
     settled = run.algorithm.limits().get(name)
     for client, values in enumerate(run.history[name].T):
         color, width = COLORS[client % len(COLORS)], 1.2 if len(run.history[name].T) < 30 else 0.5
-        axis.plot(run.history["round"], values, color=color, linewidth=width)
+        axis.plot(run.history[against], values, color=color, linewidth=width)
         if settled is not None:
             axis.axhline(settled[client], color=color, linewidth=0.8, linestyle="--", alpha=0.7)
-    axis.set(title=title, xlabel="Round")
+    axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
 
 
@@ -192,20 +212,33 @@ def _tolerance(line: Any, runs: list[Any]) -> None:
 
 
 def _curve(
-    axis: Any, label: str, histories: list[dict], name: str, index: int, band: float | None
+    axis: Any,
+    label: str,
+    histories: list[dict],
+    name: str,
+    index: int,
+    band: float | None,
+    against: str,
 ) -> None:
     color, dash = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
     length = min(len(history[name]) for history in histories)
-    rounds = histories[0]["round"][:length]
+    across = histories[0][against][:length]
     values = np.stack([history[name][:length] for history in histories])
+    if against != "round" and len(values) > 1:  # each run passes other points
+        across = np.linspace(
+            max(history[against][0] for history in histories),
+            min(history[against][-1] for history in histories),
+            max(length, 2),
+        )
+        values = np.stack([np.interp(across, h[against], h[name]) for h in histories])
     mean = values.mean(axis=0)
-    axis.plot(rounds, mean, dash, color=color, linewidth=1.2, label=label or None)
+    axis.plot(across, mean, dash, color=color, linewidth=1.2, label=label or None)
     if len(values) > 1:
         low, high = values.min(axis=0), values.max(axis=0)
         if band is not None:
             spread = band * values.std(axis=0)
             low, high = mean - spread, mean + spread
-        axis.fill_between(rounds, low, high, color=color, alpha=0.2, linewidth=0)
+        axis.fill_between(across, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _fit(axis: Any, series: list[np.ndarray]) -> None:

@@ -209,6 +209,14 @@ class Problem(eqx.Module):
         """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""
         return as_device_array(self, dtype)
 
+    def on_host(self, dtype: Any = None) -> Problem:
+        """The same with NumPy arrays, of the types that JAX would give them."""
+
+        def cast(leaf: Any, dtype: Any = None) -> np.ndarray:
+            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(dtype or np.result_type(leaf)))
+
+        return as_device_array(self, dtype, cast)
+
 
 class Client:
     """What a client method sees: its data behind f and g, the parameters that every client holds,
@@ -331,13 +339,13 @@ class Client:
         return self._samples.draw(self.key if key is None else key, self._problem.batch_size)
 
 
-def as_device_array(tree: PyTree, dtype: Any = None) -> PyTree:
+def as_device_array(tree: PyTree, dtype: Any = None, make: Callable = jnp.asarray) -> PyTree:
     """Arrays and plain floating-point numbers as JAX arrays, floating ones in `dtype` if given."""
 
     def place(leaf: Any) -> Any:
         if is_parameter(leaf):
-            return jnp.asarray(leaf, dtype)
-        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+            return make(leaf, dtype)
+        return make(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     return jax.tree.map(place, tree)
 

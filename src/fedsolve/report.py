@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedsolve.checkpoints import write_atomically
-from fedsolve.config import with_key
+from fedsolve.config import settings_of
 from fedsolve.errors import InvalidInput
 from fedsolve.folder import read
 
@@ -45,7 +45,7 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
     config, facts, table, wide = found.config, found.facts, found.table, found.wide
     groups = []
     for variant, rows in table.groupby("variant", sort=False):
-        flat = _flat(_changed(config, str(variant)))
+        flat = settings_of(config, str(variant))
         names = [folder.resolve().name] if several or not variant else []
         numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
         group = {
@@ -97,22 +97,6 @@ def _by_client(name: str, values: np.ndarray, rounds: np.ndarray) -> dict[str, A
         "rounds": rounds[::step].tolist(),
         "values": _rows(kept),
     }
-
-
-def _changed(config: dict[str, Any], variant: str) -> dict[str, Any]:
-    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
-    for key, value in config.get("variants", {}).get(variant, {}).items():
-        shown = with_key(shown, key, value)
-    return shown
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables in tables as dotted keys; `kind` is its table's own value."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        name = prefix.removesuffix(".") if key == "kind" else prefix + key
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _rows(values: np.ndarray) -> list[list[Any]]:

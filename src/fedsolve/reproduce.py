@@ -12,6 +12,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -45,7 +46,8 @@ class Entry:
       small version, and its minutes.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` where it asks for a GPU.
     - `columns` are measures (see `measured`), `paper` its own numbers by variant and measure.
-    - `claims` are pairs: what the paper says of it, and what was found at full size.
+    - `claims` are pairs: what the paper says of it, and what was found at full size, in bold where
+      that is something else.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Entry:
     quick: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: float | int = 0.0
     gpu_minutes: float | int = 0.0
-    picture: str = "curves"  # or "trade-off"
+    picture: str = "curves"  # or "trade-off"; "rounds" until a rule stopped the run
     panels: Sequence[str] = plots.USUAL
     lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
     band: float | None = None  # standard deviations; None: from the least to the greatest
@@ -79,6 +81,7 @@ class Recorded:
     algorithm: Any
     seed: int
     allowed: int  # so many rounds at most
+    seconds: float = math.nan
 
     @property
     def rounds(self) -> int:
@@ -183,7 +186,8 @@ def recorded(contents: folder.Contents, experiment: Experiment) -> Groups:
         prefix = f"{variant}/seed-{seed}/".lstrip("/")
         wide = {k[len(prefix) :]: v for k, v in contents.wide.items() if k.startswith(prefix)}
         algorithm, rounds = experiment.cells[variant][1], experiment.options["rounds"]
-        run = Recorded(history | wide, algorithm, int(seed), rounds)
+        seconds = contents.facts.get("seconds", {}).get(prefix.rstrip("/"), math.nan)
+        run = Recorded(history | wide, algorithm, int(seed), rounds, float(seconds))
         groups.setdefault(variant, []).append(run)
     return groups
 
@@ -196,12 +200,15 @@ def measured(column: str, run: Recorded) -> float:
     | `deviation` | the standard deviation of g |
     | `reward@100`, `reward@end` | at that round; at the end |
     | `violations` | all evaluations with g above the tolerance, after the first without |
+    | `seconds` | of the run, with compiling |
     | `CR` | FedADMM's communication rounds (29) until a rule stopped the run |
     """
     name, at, when = column.partition("@")
     late = slice(-max(len(run.history["round"]) // LATE, 1), None)
     if column == "CR":
         return float(communication_rounds(run.rounds)) if run.rounds < run.allowed else np.nan
+    if column == "seconds":
+        return run.seconds
     if column in ("over", "deviation", "violations"):
         g = run.history["constraint"]
         above = g > float(getattr(run.algorithm, "tolerance", 0.0))
@@ -252,6 +259,8 @@ def _spread(column: str, values: list[float]) -> list[float] | None:
 def _draw(entry: Entry, groups: Groups) -> Any:
     if entry.picture == "trade-off":
         return plots.tradeoff(groups)
+    if entry.picture == "rounds":
+        return plots.effort(groups)
     return plots.plot(groups, panels=entry.panels, lines=entry.lines, band=entry.band)
 
 

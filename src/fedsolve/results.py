@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,8 +44,13 @@ tolerance. In pictures, lines are means and bands go from the least to the great
 """
 
 
-def page(entry: Entry, summary: Summary, level: int = 1, pictures: str = "") -> str:
-    """A figure's page: pictures, numbers, what the paper says, how it was made."""
+def page(entry: Entry, summary: Summary) -> str:
+    """A figure's page. Links to the documentation are words there."""
+    return re.sub(r"\[([^]]+)\]\([\w-]+\.md\)", r"\1", part(entry, summary, level=1, pictures=""))
+
+
+def part(entry: Entry, summary: Summary, level: int, pictures: str) -> str:
+    """Pictures, numbers, what the paper says, how it was made."""
     parts = [f"{'#' * level} {title(entry)}", *_about(entry)]
     for name in summary["pictures"]:
         parts.append(f"![{entry.shows}]({pictures}{name})")
@@ -55,7 +61,7 @@ def page(entry: Entry, summary: Summary, level: int = 1, pictures: str = "") -> 
         table = ["| the paper | here, at full size |", "|---|---|", *rows]
         parts.append("\n".join(table))
     parts.append(_made(entry, summary))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(text for text in parts if text) + "\n"
 
 
 def title(entry: Entry) -> str:
@@ -120,7 +126,7 @@ def _made(entry: Entry, summary: Summary) -> str:
     if summary["size"] == "quick":
         changes = ", ".join(f"{key} = {value}" for key, value in summary["changes"].items())
         size = f"**Quick version** ({changes}). "
-    return size + "; ".join(part for part in parts if part) + "."
+    return size + "; ".join(text for text in parts if text) + "."
 
 
 def whole_page(path: Path, found: Path) -> list[str]:
@@ -152,6 +158,11 @@ def _keep(made: Path, kept: Path) -> None:
             picture.convert("RGB").quantize(64).save(place / name, optimize=True)
 
 
+def _differences(entries: Mapping[str, Entry]) -> list[tuple[Entry, str, str]]:
+    """Claims that do not hold here: what was found says so in bold."""
+    return [(e, says, found) for e in entries.values() for says, found in e.claims if "**" in found]
+
+
 def whole(kept: Path) -> tuple[str, list[str]]:
     """The page of all figures, and those of which there are results."""
     entries, shown = catalogue(), []
@@ -167,7 +178,7 @@ def whole(kept: Path) -> tuple[str, list[str]]:
                 summary = json.loads(file.read_text(encoding="utf-8"))
                 shown.append(name)
                 here = f"{summary['size']}, {summary['date']}"
-                parts.append(page(entry, summary, 3, f"{kept.name}/{name}/").rstrip())
+                parts.append(part(entry, summary, 3, f"{kept.name}/{name}/").rstrip())
             else:
                 here = "not run yet" if entry.experiments else "nothing to run"
                 parts.append(f"### {title(entry)}")
@@ -178,5 +189,7 @@ def whole(kept: Path) -> tuple[str, list[str]]:
                     told += f", {gpu} on a GPU" if gpu else ""
                     parts.append(f"{told}; `--quick` about {quick}.")
             rows.append(f"| `{name}` | {entry.shows} | {entry.state} | {here} |")
-    parts.insert(1, "\n".join(rows))
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n", shown
+    differ = [f"| `{e.name}` | {says} | {found} |" for e, says, found in _differences(entries)]
+    head = "## Where we differ", "| | the paper | here |\n|---|---|---|\n" + "\n".join(differ)
+    parts[1:1] = ["\n".join(rows), *head]
+    return "\n\n".join(text.rstrip("\n") for text in parts) + "\n", shown

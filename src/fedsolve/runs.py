@@ -27,7 +27,8 @@ class Run:
     - `average`: the averaged parameters, None where the algorithm has none (or none yet).
     - `history`: by name, one entry for each evaluated round; `round` says which. `objective` and
       `constraint` are over all clients at the parameters after that round; `bytes_up` and
-      `bytes_down` are what all participants sent and received in it, `…_total` since the start.
+      `bytes_down` are what all participants sent and received in it, `…_total` since the start;
+      with a clock, `seconds` and `seconds_total` are the time that this would have taken.
     - `state`: everything needed to go on from here (`solve(..., resume=run.state)`).
     """
 
@@ -90,12 +91,12 @@ class Run:
 
         return certificate(self, optimum=optimum, accuracy=accuracy)
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Objective and constraint against rounds, as a matplotlib figure; saved if a path is
-        given."""
+    def plot(self, path: str | Path | None = None, against: str = "round") -> Any:
+        """Objective and constraint against rounds (or `"seconds_total"`, `"bytes_up_total"`), as a
+        matplotlib figure; saved if a path is given."""
         from fedsolve.plots import plot
 
-        return plot({"": [self]}, path)
+        return plot({"": [self]}, path, against=against)
 
 
 class Sweep:
@@ -120,7 +121,7 @@ class Sweep:
         """A pandas table of every entry of every run: settings, seed, round, values."""
         return self._frame(lambda history: history)
 
-    def plot(self, path: str | Path | None = None) -> Any:
+    def plot(self, path: str | Path | None = None, against: str = "round") -> Any:
         """Mean and band over seeds of every combination, as a matplotlib figure."""
         from fedsolve.plots import plot
 
@@ -128,7 +129,7 @@ class Sweep:
         for run in self.runs:
             label = ", ".join(f"{name} = {value}" for name, value in run.settings.items())
             groups.setdefault(label, []).append(run)
-        return plot(groups, path)
+        return plot(groups, path, against=against)
 
     def __repr__(self) -> str:
         return repr(self.table)
@@ -145,12 +146,19 @@ def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:
 
     frames = []
     for labels, run in labelled:
-        entries = {k: v for k, v in choose(run.history).items() if v.ndim == 1}
-        frame = pd.DataFrame(labels | {"seed": run.seed} | entries)
+        rows = frame(labels, run.seed, choose(run.history))
         if (broken := int(run.state.fault[0])) >= 0:
-            frame["diverged"] = broken + 1
-        frames.append(frame)
+            rows["diverged"] = broken + 1
+        frames.append(rows)
     return pd.concat(frames, ignore_index=True)
+
+
+def frame(labels: dict[str, Any], seed: int, entries: History) -> Any:
+    """Entries of a history that are numbers, as rows of a pandas table."""
+    import pandas as pd
+
+    numbers = {k: v for k, v in entries.items() if v.ndim == 1}
+    return pd.DataFrame(labels | {"seed": seed} | numbers)
 
 
 def _label(value: Any) -> Any:

@@ -8,6 +8,7 @@ rounds as it is told and evaluates at its end.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -20,34 +21,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Arrivals, Cohort, Federation, Flags, Question, State
+from fedsolve.devices import everywhere, kept, shared
+from fedsolve.federation import Cohort, Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
-from fedsolve.stopping import Stop, wants_gradient
+from fedsolve.setting import Setting
+from fedsolve.stopping import wants_gradient
 
 SLOTS = 100
 TOGETHER = 2**25  # bytes: so much of clients' data is worked on in one piece,
 BLOCK = 2**22  # and of more than that only so much at a time (benchmarks/fedadmm_scale.py)
 
-Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
-
 
 class Simulation(Federation):
     """A federation inside one compiled program."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        state: State,
-        arrivals: Arrivals | None = None,
-        clients_at_once: int | None = None,
-    ):
-        super().__init__(problem, state, arrivals)
-        self._at_once = clients_at_once
 
     def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
         cohort, when, arrived = question.cohort, question.when, self._arrived(question)
@@ -66,7 +57,7 @@ class Simulation(Federation):
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
             data = self._problem.samples, states
-            return map_clients(jax.vmap(watched), cohort, data, self._at_once)
+            return map_clients(jax.vmap(watched), cohort, data, self._setting)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -93,32 +84,67 @@ class Simulation(Federation):
         return values, arrived
 
 
-def map_clients(together: Callable, cohort: Cohort, data: PyTree, at_once: int | None) -> PyTree:
-    """`together(indices, *their data)`, mostly a `vmap`, of a cohort: of all in one piece, or of
-    `at_once` at a time, where what it finds is put together on the leading axis.
+def map_clients(
+    together: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool = False
+) -> PyTree:
+    """`together(indices, *their data)`, mostly a `vmap`, of a cohort: of all in one piece, or of so
+    many at a time, and on each device of its part; what it finds is joined on the leading axis.
+    With `rows`, the data are the cohort's own and not all clients'.
 
     A block's data are fetched where they are used, so that what a client does with them more than
     once finds them in the processor's cache, and no copy of the cohort's data is made. Where
     nothing is said, that is done for data too large for the cache.
     """
+    clients = jax.tree.leaves(data)[0].shape[0]
+    rows = rows or (isinstance(cohort, np.ndarray) and len(cohort) == clients)
+    if setting.mesh is not None:
+        return _on_each_device(together, cohort, data, setting, rows)
+    at_once = setting.clients_at_once
     if at_once is None:
         at_once = _block(data, len(cohort))
     who = jnp.asarray(cohort)
-    clients = jax.tree.leaves(data)[0].shape[0]
-    if at_once is None and isinstance(cohort, np.ndarray) and len(cohort) == clients:
+    if at_once is None and rows:
         return together(who, *data)
 
-    def some(who: Array) -> PyTree:
-        return together(who, *jax.tree.map(lambda leaf: leaf[who], data))
+    def some(who: Array, places: Array) -> PyTree:
+        return together(who, *jax.tree.map(lambda leaf: leaf[places], data))
 
+    both = who, jnp.arange(len(who)) if rows else who
     if at_once is None or at_once >= len(who):
-        return some(who)
+        return some(*both)
     blocks = len(who) // at_once
-    found = lax.map(some, who[: blocks * at_once].reshape(blocks, at_once))
+    most = blocks * at_once
+    found = lax.map(lambda b: some(*b), [x[:most].reshape(blocks, at_once) for x in both])
     found = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
-    if len(who) % at_once == 0:
+    if most == len(who):
         return found
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), found, some(who[blocks * at_once :]))
+    last = some(*(x[most:] for x in both))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last)
+
+
+def _on_each_device(
+    together: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool
+) -> PyTree:
+    """An equal part of the cohort on each device. The last client fills up the last part, under a
+    number that no client has."""
+    mesh, count = setting.mesh, len(cohort)
+    assert mesh is not None
+    places = np.minimum(np.arange(count + -count % mesh.size), count - 1)
+    who = jnp.asarray(cohort)[places]
+    found = places if rows else who
+    who = jnp.where(np.arange(len(places)) < count, who, np.iinfo(np.int32).max)
+    if not rows or len(places) > count:
+        data = jax.tree.map(lambda leaf: leaf[found], data)
+    alone = dataclasses.replace(setting, mesh=None)
+
+    def part(who: Any, data: PyTree) -> PyTree:
+        return map_clients(together, who, data, alone, rows=True)
+
+    def parts(leaf: Array) -> Array:
+        return leaf.reshape(mesh.size, -1, *leaf.shape[1:])
+
+    each = jax.vmap(part)(*shared(jax.tree.map(parts, (who, data)), mesh))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], shared(each, mesh))
 
 
 def _block(data: PyTree, cohort: int) -> int | None:
@@ -135,7 +161,7 @@ def client_values(
     w: Float[Array, " d"],
     key: Key[Array, ""] | None = None,
     first: Any = 0,
-    at_once: int | None = None,
+    setting: Setting | None = None,
     gradient: bool = False,
 ) -> dict[str, PyTree]:
     """`problem.values` of each client, where the clients are numbered from `first` on. If asked
@@ -149,7 +175,7 @@ def client_values(
     def together(indices: Int[Array, " b"], samples: Samples) -> dict[str, PyTree]:
         def total(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
             found = jax.vmap(look, in_axes=(None, 0, 0))(w, indices, samples)
-            return jnp.sum(found["objective"]), found
+            return jnp.sum(jnp.where(indices < problem.n, found["objective"], 0)), found
 
         if not gradient:
             return total(w)[1]
@@ -157,22 +183,21 @@ def client_values(
         return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(together, everyone, (problem.samples,), at_once)
+    return map_clients(together, everyone, (problem.samples,), setting or Setting())
 
 
 def evaluate(
     problem: Problem,
     w: Float[Array, " d"],
     key: Key[Array, ""] | None = None,
-    at_once: int | None = None,
-    gradient: bool = False,
-    follow: Follow = (),
+    setting: Setting | None = None,
 ) -> dict[str, Any]:
-    """f (and ‖∇f‖², if asked for) and g over all clients, the metrics, and what else is to be
-    followed, at w."""
-    values = client_values(problem, w, key, at_once=at_once, gradient=gradient)
+    """f (and ‖∇f‖², if the rule asks for it) and g over all clients, the metrics, and what else is
+    to be followed, at w."""
+    setting = Setting() if setting is None else setting
+    values = client_values(problem, w, key, setting=setting, gradient=wants_gradient(setting.stop))
     found = combined(problem, w, values)
-    for name, diagnostic in follow:
+    for name, diagnostic in setting.follow:
         told = diagnostic(problem, problem.layout.unravel(w))
         for path, leaf in jax.tree.leaves_with_path(told):
             part = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -212,17 +237,17 @@ def advance(
     algorithm: Algorithm,
     state: State,
     spans: Int[Array | np.ndarray, "slots 3"],
-    arrivals: Arrivals | None = None,
-    at_once: int | None = None,
-    rule: Stop | None = None,
+    setting: Setting | None = None,
     stopped: Any = False,
-    follow: Follow = (),
 ) -> tuple[State, dict[str, Any]]:
     """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
     has stopped it, nothing is run any more: entries say `stopped`."""
+    setting = Setting() if setting is None else setting
+    rule = setting.stop
 
     def step(state: State) -> tuple[State, dict[str, Any]]:
-        return Simulation(problem, state, arrivals, at_once).play(algorithm)
+        state, info = Simulation(problem, state, setting).play(algorithm)
+        return kept(state, problem.n, setting.mesh), info
 
     # One trace serves both the shapes and the loop.
     traced, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(state)
@@ -233,8 +258,7 @@ def advance(
         return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
 
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        gradient = wants_gradient(rule)
-        found = evaluate(problem, state.w, state.evaluation_key, at_once, gradient, follow)
+        found = evaluate(problem, state.w, state.evaluation_key, setting)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found
@@ -254,10 +278,18 @@ def advance(
         return (state, stopped | found.get("stopped", False)), info | found
 
     (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
-    return state, entries
+    return state, everywhere(entries, setting.mesh)
 
 
-compiled_start = eqx.filter_jit(State.start)
+@eqx.filter_jit
+def compiled_start(
+    problem: Problem, algorithm: Algorithm, seed: UInt32[Array, " words"], setting: Setting
+) -> State:
+    """The state before the first round, where it belongs."""
+    key, timed = jax.random.wrap_key_data(seed), setting.clock is not None
+    return kept(State.start(problem, algorithm, key, timed=timed), problem.n, setting.mesh)
+
+
 compiled_advance = eqx.filter_jit(advance)
 
 

@@ -19,15 +19,26 @@ from jaxtyping import Int, PyTree
 from fedsolve import debug
 from fedsolve.algorithm import Algorithm
 from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, load
-from fedsolve.errors import Diverged, Interrupted, InvalidInput
-from fedsolve.federation import Arrivals, Bytes, State
+from fedsolve.clock import Clock, Seconds, check_clock
+from fedsolve.devices import (
+    agreed,
+    copied,
+    mesh_of,
+    problem_specs,
+    several_processes,
+    spread,
+    state_specs,
+    whole,
+)
+from fedsolve.errors import Diverged, Interrupted, InvalidInput, ProcessLost
+from fedsolve.federation import Bytes, State
 from fedsolve.fields import check_count, check_kind
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
+from fedsolve.setting import Arrivals, Follow, Setting
 from fedsolve.signals import Flag
 from fedsolve.simulation import (
     SLOTS,
-    Follow,
     Simulation,
     client_values,
     compiled_advance,
@@ -57,6 +68,8 @@ def solve(
     progress: Callable[[int, int, History], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
     follow: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+    devices: Any = None,
 ) -> Run:
     """Runs the algorithm for that many rounds, or until a rule says that it is enough.
 
@@ -73,17 +86,25 @@ def solve(
       stopped, or the `state` of an earlier run. `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
       name); it is looked at after every evaluation, and `run.rounds` says how many were done.
-    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second.
+    - `progress(rounds done, rounds, newest entries of the history)`: called about twice a second;
+      where a run is resumed from a file, first with the entries that it has.
     - `interrupted()`: asked about twice a second; True ends the run as Ctrl-C does.
     - `follow`: by name, functions of (problem, params) that see the whole problem, such as
       `fs.theory.skewness`; computed with the objective, inside the compiled program.
+    - `clock`: how long clients take; the history then has the `seconds` of a round as they would
+      pass in a real federation, and `seconds_total` since the start.
+    - `devices`: clients are shared out over that many devices, `"all"` of them, or a list of JAX's;
+      after `jax.distributed.initialize()` over those of all processes, which must call alike.
 
     Raises `Diverged` at the first value that is not finite, and `Interrupted` on Ctrl-C; both carry
-    the `run` up to there.
+    the `run` up to there. `ProcessLost` where another process of the run ended.
     """
-    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop)
+    check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop, clock)
     if runtime not in ("compiled", "debug"):
         raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
+    mesh = mesh_of(devices)
+    if mesh is not None and runtime == "debug":
+        raise InvalidInput("The debug runtime asks clients one by one, on one device.")
     followed = as_follow(follow)
     stop = for_problem(stop, problem)
     if checkpoint_every is not None:
@@ -98,21 +119,30 @@ def solve(
             "evaluate_every": evaluate_every,
             "precision": precision,
             "follow": fingerprint(followed),
+            "clock": None if clock is None else fingerprint(clock),
         }
     keeper = None
     if checkpoint is not None:
         place = Path(checkpoint)
         if exists(place) and not (isinstance(saved, Checkpoint) and saved.of(place)):
             raise InvalidInput(f"{place} exists; go on from it with resume, or choose another.")
-        keeper = Checkpoints(place, checkpoint_every, identity)
+        if jax.process_index() == 0:
+            keeper = Checkpoints(place, checkpoint_every, identity)
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_together(checkpoint))
         dtype = stack.enter_context(precision_of(precision))
         if interrupted is None:
             interrupted = stack.enter_context(_ctrl_c())
-        placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        rule = as_device_array(stop, dtype)
-        start = compiled_start(placed, tuned, jax.random.key(seed))
+        setting = Setting(arrivals, clients_at_once, stop, followed, clock, mesh)
+        setting, tuned = as_device_array(setting, dtype), numbers_on_device(algorithm, dtype)
+        words = jax.random.key_data(jax.random.key(seed))
+        if mesh is None:
+            placed = problem.on_device(dtype)
+        else:
+            placed = spread(problem.on_host(dtype), problem_specs(problem, mesh))
+            setting, tuned, words = copied((setting, tuned, words), mesh)
+        start = jax.block_until_ready(compiled_start(placed, tuned, words, setting))
         chunks: list[History] = []
         if isinstance(saved, Checkpoint):
             saved.check(identity)
@@ -124,36 +154,31 @@ def solve(
                 # A last evaluation between the others would not be there with more rounds.
                 kept = (history["round"] % evaluate_every == 0) | (history["round"] == rounds)
                 chunks.append({name: values[kept] for name, values in history.items()})
+                if progress is not None:
+                    progress(saved.round, rounds, chunks[0])
         else:
             state = start if saved is None else _resumed(saved, start, rounds)
+        if mesh is not None and saved is not None:
+            state = spread(state, state_specs(state, problem.n, mesh))
         ended = fingerprint(stop)  # how a checkpoint says that this rule ended the run
 
         def advance(state: State, spans: Spans) -> tuple[State, History, bool]:
             if runtime == "debug":
-                after, entries = debug.advance(
-                    placed, tuned, state, spans, arrivals, rule, followed
-                )
+                after, entries = debug.advance(placed, tuned, state, spans, setting)
             else:
-                after, entries = compiled_advance(
-                    placed,
-                    tuned,
-                    state,
-                    padded(spans),
-                    arrivals,
-                    clients_at_once,
-                    rule,
-                    follow=followed,
-                )
+                after, entries = compiled_advance(placed, tuned, state, padded(spans), setting)
             spans, stopped = until_stopped(entries, spans)
             return after, on_host(entries, spans), stopped
 
         def run(state: State, chunks: list[History]) -> Run:
             seconds = time.perf_counter() - began
-            return Run.of(problem, algorithm, state, joined(chunks), seed, seconds)
+            return Run.of(problem, algorithm, whole(state), joined(chunks), seed, seconds)
 
         def keep(state: State, stopped: bool = False) -> None:
+            if checkpoint is None:
+                return
+            state, seconds = whole(state), time.perf_counter() - began
             if keeper is not None:
-                seconds = time.perf_counter() - began
                 keeper.write(state, joined(chunks), seconds, ended if stopped else "")
 
         def name(fault: _Fault, spans: Spans) -> str:
@@ -173,12 +198,13 @@ def solve(
         budget = 1  # rounds that fit into a chunk
         stopped = False
         while len(spans):
-            if interrupted():
+            if keeper is not None:
+                budget = keeper.at_most(budget, int(state.round))
+            enough, budget = agreed(interrupted(), budget)
+            if enough:
                 keep(state)
                 message = f"Stopped by the user after round {int(state.round)} of {rounds}."
                 raise Interrupted(message, run(state, chunks))
-            if keeper is not None:
-                budget = keeper.at_most(budget, int(state.round))
             now, rest = _split(spans, budget)
             chunk_began = time.perf_counter()
             after, entries, stopped = advance(state, now)
@@ -191,12 +217,29 @@ def solve(
             state, spans = after, rest[:0] if stopped else rest
             pace = (now[-1, 1] - now[0, 0]) / max(time.perf_counter() - chunk_began, 1e-9)
             budget = max(int(SECONDS_A_CHUNK * pace), 1)
-            if len(spans) and keeper is not None and keeper.due(int(state.round)):
-                keep(state)
+            if len(spans) and checkpoint is not None:
+                (due,) = agreed(keeper is not None and keeper.due(int(state.round)))
+                if due:
+                    keep(state)
             if progress is not None:
                 progress(int(state.round), rounds, entries)
         keep(state, stopped)
         return run(state, chunks)
+
+
+@contextlib.contextmanager
+def _together(checkpoint: str | Path | None) -> Iterator[None]:
+    """Says in a sentence that another process was lost in the block."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not several_processes():
+            raise
+        reason = str(error).strip().splitlines()[0]
+        rest = "give `checkpoint` to be able to go on next time"
+        if checkpoint is not None:
+            rest = f"start all of them again with resume={str(checkpoint)!r} to go on"
+        raise ProcessLost(f"Another process of this run was lost; {rest}. ({reason})") from error
 
 
 def _ctrl_c() -> Flag:
@@ -213,6 +256,8 @@ def check_run(
     precision: str | None = None,
     clients_at_once: int | None = None,
     stop: Stop | None = None,
+    clock: Clock | None = None,
+    devices: Any = None,
 ) -> None:
     """Refuses what cannot be run."""
     check_kind("problem", problem, Problem)
@@ -224,6 +269,8 @@ def check_run(
     if precision not in (None, "float32", "float64"):
         raise InvalidInput(f'precision must be "float32" or "float64", got {precision!r}.')
     check_stop(stop)
+    check_clock(clock, problem.n)
+    mesh_of(devices)
     algorithm.check(problem)
 
 
@@ -289,7 +336,7 @@ def on_host(entries: dict[str, Any], spans: Spans) -> History:
     first = [name for name in ("objective", "constraint", "switch") if name in entries]
     for name in dict.fromkeys([*first, *entries]):
         values = entries[name]
-        exact = values.exact() if isinstance(values, Bytes) else np.asarray(values)
+        exact = values.exact() if isinstance(values, Bytes | Seconds) else np.asarray(values)
         found[name] = exact[: len(spans)][looked]
     return found
 
@@ -355,7 +402,9 @@ def _until(spans: Spans, stop: int) -> Spans:
 def _resumed(saved: State, start: State, rounds: int) -> State:
     """The saved state, if it fits what this run would have started from."""
     if _shapes(saved) != _shapes(start):
-        raise InvalidInput("The state to resume from belongs to another problem or algorithm.")
+        raise InvalidInput(
+            "The state to resume from belongs to another problem, algorithm or clock."
+        )
     if int(saved.round) >= rounds:
         raise InvalidInput(
             f"The state to resume from has done {int(saved.round)} of {rounds} rounds."

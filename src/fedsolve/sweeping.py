@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.clock import Clock
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import Run, Sweep
-from fedsolve.simulation import SLOTS, Follow, advance
+from fedsolve.setting import Setting
+from fedsolve.simulation import SLOTS, advance
 from fedsolve.solving import (
     Spans,
     as_follow,
@@ -46,6 +48,7 @@ def sweep(
     clients_at_once: int | None = None,
     stop: Stop | None = None,
     follow: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
     **grid: Sequence[Any],
 ) -> Sweep:
     """Every seed with every combination of the fields' values, such as `step_size=[1, 0.3]` or
@@ -55,7 +58,7 @@ def sweep(
     compiled program, mapped over algorithm and seed. Values that change the program itself (local
     steps, compressors, hard or soft) make one program each. A combination that diverges does not
     stop the others; the table says in which round it did. A rule `stop` ends each run by itself.
-    `follow` is as in `solve`.
+    `follow` and `clock` are as in `solve`.
 
     Several problems (instances of one kind) are run one by one, by the same program where their
     shapes are the same; the settings say which (`instance`).
@@ -70,14 +73,18 @@ def sweep(
     ]
     if not cells:
         raise InvalidInput("A sweep needs a problem, a seed, and one value of each field at least.")
+    how = rounds, evaluate_every, precision, clients_at_once, stop, clock
     for _, changed, _, number in cells:
-        check_run(
-            problems[number], changed, rounds, evaluate_every, precision, clients_at_once, stop
-        )
+        check_run(problems[number], changed, *how)
     followed = as_follow(follow)
     runs: dict[int, Run] = {}
     with precision_of(precision) as dtype:
-        rules = [as_device_array(for_problem(stop, each), dtype) for each in problems]
+        settings_of = [
+            as_device_array(
+                Setting(None, clients_at_once, for_problem(stop, each), followed, clock), dtype
+            )
+            for each in problems
+        ]
         tuned = [numbers_on_device(changed, dtype) for _, changed, _, _ in cells]
         programs: dict[Any, list[int]] = {}
         for index, each in enumerate(tuned):
@@ -87,17 +94,15 @@ def sweep(
         with precision_of(precision) as dtype:  # JAX keeps it for each thread
             began = time.perf_counter()
             number = cells[members[0]][3]
-            placed, rule = problems[number].on_device(dtype), rules[number]
+            placed, setting = problems[number].on_device(dtype), settings_of[number]
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tuned[i] for i in members))
             keys = jnp.stack([jax.random.key(cells[i][2]) for i in members])
-            state, chunks = _start_all(placed, stacked, keys), []
+            state, chunks = _start_all(placed, stacked, keys, clock is not None), []
             stopped = np.zeros(len(members), bool)
             for now in np.split(spans, range(SLOTS, len(spans), SLOTS)):
-                state, entries = _advance_all(
-                    placed, stacked, state, padded(now), clients_at_once, rule, stopped, followed
-                )
+                state, entries = _advance_all(placed, stacked, state, padded(now), setting, stopped)
                 chunks.append(on_host(entries, now))
-                if rule is not None:
+                if stop is not None:
                     stopped = stopped | chunks[-1]["stopped"].any(axis=0)
                 if stopped.all():
                     break
@@ -136,10 +141,11 @@ def _groups(members: list[int], problems: int) -> list[list[int]]:
 
 
 @eqx.filter_jit
-def _start_all(problem: Problem, algorithms: Algorithm, keys: Any) -> State:
-    return eqx.filter_vmap(State.start, in_axes=(None, eqx.if_array(0), 0))(
-        problem, algorithms, keys
-    )
+def _start_all(problem: Problem, algorithms: Algorithm, keys: Any, timed: bool) -> State:
+    def one(algorithm: Algorithm, key: Any) -> State:
+        return State.start(problem, algorithm, key, timed=timed)
+
+    return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0))(algorithms, keys)
 
 
 @eqx.filter_jit
@@ -148,14 +154,13 @@ def _advance_all(
     algorithms: Algorithm,
     state: State,
     spans: Any,
-    at_once: int | None,
-    rule: Stop | None,
+    setting: Setting,
     stopped: Any,
-    follow: Follow,
 ) -> tuple[State, dict[str, Any]]:
     def one(algorithm: Algorithm, state: State, stopped: Any) -> tuple[State, dict[str, Any]]:
-        stopped = False if rule is None else stopped  # then all runs go through the same rounds
-        return advance(problem, algorithm, state, spans, None, at_once, rule, stopped, follow)
+        # Without a rule all runs go through the same rounds.
+        stopped = False if setting.stop is None else stopped
+        return advance(problem, algorithm, state, spans, setting, stopped)
 
     # Entries have their slots first, as those of a single run do.
     return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0, 0), out_axes=(0, 1))(

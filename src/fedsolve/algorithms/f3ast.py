@@ -66,10 +66,7 @@ class F3AST(FedAvg):
         weights = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
         scores = jnp.where(up, (weights / memory.rates) ** 2, 0)
         cohort, _ = Top(self.participants or n).select(scores, n, None, key)
-        heard = scores[cohort] > 0
-        if self.availability is not None:
-            late = jax.random.fold_in(key, 3)
-            heard = self.availability.answering(cohort, heard, n, late)
+        heard = self.answering(fed, cohort, scores[cohort] > 0, key)
         taken = jnp.zeros(n, bool).at[cohort].set(heard)
         rates = memory.rates + self.smoothing * (taken - memory.rates)
         fed.participation = Memory(wanted, after, rates)

@@ -127,7 +127,8 @@ class Link:
             except Refused as refused:
                 self._log(f"{site}: refused its reply: {refused}")
                 continue
-            self.used.setdefault(site, []).append(number)
+            if head.get("moved") is not False:  # where nothing moved, there is nothing to keep
+                self.used.setdefault(site, []).append(number)
             found.append((wanted[site], reply))
         count = sum(len(own) for own, _ in found)
         if count < max(1, math.ceil(self._quorum * len(clients))):

@@ -16,8 +16,9 @@ from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Federation, Flags, Question, State
+from fedsolve.flare.journal import write
 from fedsolve.flare.link import Link, TooFew
-from fedsolve.flare.site import ANY, write
+from fedsolve.flare.site import ANY
 from fedsolve.flare.wire import decode, encode, take
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem

@@ -4,7 +4,8 @@ Exactly once. A client's state moves if and only if the server used its reply. S
 disk, with the state that would follow it, before it is given; the base state is what the server is
 known to have used. Every question says which answers of its round were used, and which of the last
 round in which this site was heard; the site keeps those and takes back the rest. The same question
-gets the same bytes again.
+gets the same bytes again. An answer that moves no state says so, and is not kept on disk: it can be
+computed again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import struct
 import threading
 import types
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Question, evaluation_key
+from fedsolve.flare.journal import Journal
 from fedsolve.flare.wire import (
     Protocol,
     Refused,
@@ -44,77 +43,10 @@ from fedsolve.simulation import client_values, prepared
 from fedsolve.solving import numbers_on_device, precision_of
 
 MOST_CLIENTS = 10_000_000
+FEW = 8  # clients of a site that share a program, however many are asked
 EXCHANGES = 1000  # more than a round can have
 ANY = 2**40  # what this machine wrote itself may be of any size
-HEADER = struct.Struct("<QI")  # a record's length and checksum
 START = "start"  # the name of w before anything was published
-
-
-def write(path: Path, data: bytes) -> None:
-    """Atomically: whoever is killed here leaves the old file or the new one."""
-    temporary = path.with_suffix(".new")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-class Journal:
-    """Answers on disk, one after the other: a base, and what was appended since. One write to the
-    disk for each answer; what was cut short at the end was never answered."""
-
-    def __init__(self, home: Path):
-        self._home = home
-        numbers = [int(path.stem.split("-")[1]) for path in home.glob("base-*.safetensors")]
-        self._number = max(numbers, default=0)
-        self._length = 0
-
-    def load(self) -> tuple[bytes | None, list[bytes]]:
-        """The base, if there is one, and the records after it."""
-        base = self._path("base", ".safetensors")
-        path, records = self._path("answers", ".log"), []
-        data = path.read_bytes() if path.exists() else b""
-        while len(data) >= self._length + HEADER.size:
-            size, checksum = HEADER.unpack_from(data, self._length)
-            start = self._length + HEADER.size
-            record = data[start : start + size]
-            if len(record) < size or zlib.crc32(record) != checksum:
-                break
-            records.append(record)
-            self._length = start + size
-        with open(path, "ab") as file:
-            file.truncate(self._length)
-        self._file = open(path, "ab")  # noqa: SIM115 (held as long as the site runs)
-        return base.read_bytes() if base.exists() else None, records
-
-    def __del__(self):
-        if hasattr(self, "_file"):
-            self._file.close()
-
-    def append(self, record: bytes) -> None:
-        self._file.write(HEADER.pack(len(record), zlib.crc32(record)))
-        self._file.write(record)
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
-        self._length += HEADER.size + len(record)
-
-    def is_long(self, states: int) -> bool:
-        """Whether a new base would be shorter than going on."""
-        return self._length > 2**24 + 4 * states
-
-    def restart(self, base: bytes) -> None:
-        """Begins anew from a base that has everything."""
-        old = [self._path("base", ".safetensors"), self._path("answers", ".log")]
-        self._number, self._length = self._number + 1, 0
-        write(self._path("base", ".safetensors"), base)
-        self._file.close()
-        self._file = open(self._path("answers", ".log"), "ab")  # noqa: SIM115
-        for path in old:
-            path.unlink(missing_ok=True)
-
-    def _path(self, name: str, suffix: str) -> Path:
-        return self._home / f"{name}-{self._number}{suffix}"
 
 
 class Share:
@@ -220,11 +152,15 @@ class Share:
         if known is None or known.digest != digest:
             rows = jax.tree.map(lambda leaf: leaf[local], self._before(number, used))
             moved, reply = self._compute(number, round, clients, local, rows, message)
-            told = {"status": "ok", "round": round, "exchange": number}
+            moves = not all(map(np.array_equal, jax.tree.leaves(rows), jax.tree.leaves(moved)))
+            told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
             entry = _Entry(digest, local, moved, encode(told, {"reply": reply}))
-            kept = {"round": round, "number": number, "settled": head["settled"], "digest": digest}
-            arrays = {"local": local, "rows": moved, "reply": np.frombuffer(entry.reply, np.uint8)}
-            self._journal.append(encode(kept, arrays))
+            if moves:
+                kept = {"round": round, "number": number, "digest": digest}
+                kept["settled"] = head["settled"]
+                parts = {"local": local, "rows": moved}
+                parts["reply"] = np.frombuffer(entry.reply, np.uint8)
+                self._journal.append(encode(kept, parts))
             self._keep(round, number, entry)
             if self._journal.is_long(size_of(self._states)):
                 self._journal.restart(self._everything())
@@ -234,14 +170,15 @@ class Share:
     def _compute(
         self, number: int, round: int, clients: Any, local: Any, rows: PyTree, message: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """The method on those clients, mapped; padded to few different sizes, as each compiles."""
+        """The method on those clients, padded to few different numbers, as each compiles."""
         size = len(local)
-        padded = min(1 << (size - 1).bit_length(), self._count)
+        padded = min(max(1 << (size - 1).bit_length(), FEW), self._count)
         index = np.append(np.arange(size), np.zeros(padded - size, int))
         moved, reply = self._work[number](
             self._w,
             np.int32(round),
             self._seed,
+            np.int32(size),
             clients[index].astype(np.int32),
             local[index].astype(np.int32),
             jax.tree.map(lambda leaf: leaf[index], rows),
@@ -347,21 +284,37 @@ def _work(
     w: Any,
     round: Any,
     seed: Any,
+    size: Any,
     clients: Any,
     local: Any,
     rows: PyTree,
     message: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Some clients' part in one exchange, mapped over them."""
-    samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
+    """The first `size` clients' part in one exchange: of few one after the other, so that those
+    beyond cost nothing; of many at once."""
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
     fed = types.SimpleNamespace(
         _problem=problem, w=w, round=round, _key=key, exchanges=[None] * number
     )
     nobody = np.arange(0)
     question = Question(fed, getattr(algorithm, method), nobody, message, True)  # pyright: ignore[reportArgumentType]
-    moved, reply = jax.vmap(question.answer)(clients, samples, rows)
-    return moved, jax.tree.map(jnp.asarray, reply)
+
+    def answer(client: Any, local: Any, row: PyTree) -> tuple[PyTree, PyTree]:
+        samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
+        return jax.tree.map(jnp.asarray, question.answer(client, samples, row))
+
+    if len(clients) > FEW:
+        return jax.vmap(answer)(clients, local, rows)
+    first = jax.tree.map(lambda leaf: leaf[0], (clients, local, rows))
+    shapes = jax.eval_shape(answer, *first)
+
+    def nothing(*_: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    here = jnp.arange(len(clients)) < size
+    return jax.lax.map(
+        lambda each: jax.lax.cond(each[0], answer, nothing, *each[1:]), (here, clients, local, rows)
+    )
 
 
 @jax.jit

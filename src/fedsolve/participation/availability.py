@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Cohort, Flags
-from fedsolve.fields import check_count, check_positive, scalar
+from fedsolve.fields import check_count, check_positive, read_table, scalar
 
 
 class Availability(eqx.Module):
@@ -47,6 +47,11 @@ class Availability(eqx.Module):
     ) -> Bool[Array, " m"] | Flags:
         """Who of the cohort answers, given who of it is up."""
         return up
+
+    def delays(self, clients: int, key: Key[Array, ""]) -> Float[Array, " n"] | None:
+        """How many seconds each client takes before it answers, where that says who answers: with
+        the same key as `answering`, for a clock to count."""
+        return None
 
     def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
         """q_m: how likely that client (or each of those) is up in that round."""
@@ -194,15 +199,13 @@ class Trace(Availability):
 def _recorded(value: Any) -> Any:
     if isinstance(value, jax.Array):
         return value
+    if isinstance(value, str | Path):
+        value = read_table("the trace", value)
     try:
-        if isinstance(value, str | Path):
-            path = Path(value)
-            value = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",")
         table = np.atleast_2d(np.asarray(value))
-        ok = table.ndim == 2 and table.size > 0 and bool(np.isin(table, (0, 1)).all())
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"Cannot read the trace {value}: {error}.") from error
-    if not ok:
+    except ValueError:  # rows of different lengths
+        table = np.zeros(0)
+    if table.ndim != 2 or not table.size or not np.isin(table, (0, 1)).all():
         raise InvalidInput(
             "A trace is a table of 0 and 1: a row for each round, a column a client."
         )
@@ -211,8 +214,8 @@ def _recorded(value: Any) -> Any:
 
 class FirstAnswers(Availability):
     """Stragglers: of those drawn, only the first `count` answers are waited for. A client takes
-    `median`·exp(`spread`·N(0, 1)) for its answer (`median` may be one number for each client);
-    `availability` says who is up at all.
+    `median`·exp(`spread`·N(0, 1)) seconds for its answer (`median` may be one number for each
+    client), which a clock counts too; `availability` says who is up at all.
 
     Who is late is drawn beforehand, and the late are not asked: nothing is charged for them.
     """
@@ -242,10 +245,13 @@ class FirstAnswers(Availability):
     def answering(
         self, cohort: Cohort, up: Flags, clients: int, key: Key[Array, ""]
     ) -> Bool[Array, " m"]:
-        noise = jnp.exp(self.spread * jax.random.normal(key, (clients,)))
-        latency = jnp.where(up, _of(self.median, cohort) * noise[jnp.asarray(cohort)], jnp.inf)
+        latency = jnp.where(up, self.delays(clients, key)[jnp.asarray(cohort)], jnp.inf)
         place = jnp.argsort(jnp.argsort(latency))
         return (place < self.count) & up
+
+    def delays(self, clients: int, key: Key[Array, ""]) -> Float[Array, " n"]:
+        noise = jnp.exp(self.spread * jax.random.normal(key, (clients,)))
+        return _of(self.median, jnp.arange(clients)) * noise
 
     def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
         raise InvalidInput(

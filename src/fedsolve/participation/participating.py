@@ -149,8 +149,7 @@ class Participating(Algorithm):
         noted = self.weighting.info(wanted)
         available: Any = True
         if self.availability is not None:
-            late = jax.random.fold_in(key, 3)
-            available = self.availability.answering(cohort, up[cohort], n, late)
+            available = self.answering(fed, cohort, up[cohort], key)
         if weights is None:
             return Drawn(cohort, None, available, noted)
         own = weights[cohort]
@@ -169,6 +168,14 @@ class Participating(Algorithm):
             return True, None
         memory = fed.participation.availability
         return self.availability.draw(fed.clients, fed.round, memory, key)
+
+    def answering(self, fed: Federation, cohort: Cohort, up: Any, key: Key[Array, ""]) -> Any:
+        """Who of the cohort answers, given who of it is up."""
+        if self.availability is None:
+            return up
+        late = jax.random.fold_in(key, 3)
+        fed.delays = self.availability.delays(fed.clients, late)
+        return self.availability.answering(cohort, up, fed.clients, late)
 
     def learn(self, fed: Federation, direction: Float[Array, " d"]) -> None:
         """Tells the weighting along which direction (downhill) the server moved."""

@@ -21,7 +21,8 @@ from jaxtyping import Int, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem import Problem
-from fedsolve.simulation import evaluate
+from fedsolve.setting import Setting
+from fedsolve.simulation import client_values, combined
 
 COUNTS = {"paper": 2, "code": 1}  # the upload and the broadcast, or the averaging
 
@@ -92,7 +93,8 @@ def communication_rounds(averagings: int, count: str = "paper") -> int:
 
 @eqx.filter_jit
 def _look(problem: Problem, at_once: int | None) -> dict[str, Any]:
-    return evaluate(problem, problem.start(), at_once=at_once, gradient=True)
+    w, setting = problem.start(), Setting(clients_at_once=at_once)
+    return combined(problem, w, client_values(problem, w, setting=setting, gradient=True))
 
 
 def _samples(problem: Problem) -> int:

@@ -1,0 +1,77 @@
+"""A site's answers on disk, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+HEADER = struct.Struct("<QI")  # a record's length and checksum
+
+
+def write(path: Path, data: bytes) -> None:
+    """Atomically: whoever is killed here leaves the old file or the new one."""
+    temporary = path.with_suffix(".new")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Journal:
+    """Answers on disk, one after the other: a base, and what was appended since. One write to the
+    disk for each answer; what was cut short at the end was never answered."""
+
+    def __init__(self, home: Path):
+        self._home = home
+        numbers = [int(path.stem.split("-")[1]) for path in home.glob("base-*.safetensors")]
+        self._number = max(numbers, default=0)
+        self._length = 0
+
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        """The base, if there is one, and the records after it."""
+        base = self._path("base", ".safetensors")
+        path, records = self._path("answers", ".log"), []
+        data = path.read_bytes() if path.exists() else b""
+        while len(data) >= self._length + HEADER.size:
+            size, checksum = HEADER.unpack_from(data, self._length)
+            start = self._length + HEADER.size
+            record = data[start : start + size]
+            if len(record) < size or zlib.crc32(record) != checksum:
+                break
+            records.append(record)
+            self._length = start + size
+        with open(path, "ab") as file:
+            file.truncate(self._length)
+        self._file = open(path, "ab")  # noqa: SIM115 (held as long as the site runs)
+        return base.read_bytes() if base.exists() else None, records
+
+    def __del__(self):
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def append(self, record: bytes) -> None:
+        self._file.write(HEADER.pack(len(record), zlib.crc32(record)))
+        self._file.write(record)
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self._length += HEADER.size + len(record)
+
+    def is_long(self, states: int) -> bool:
+        """Whether a new base would be shorter than going on."""
+        return self._length > 2**24 + 4 * states
+
+    def restart(self, base: bytes) -> None:
+        """Begins anew from a base that has everything."""
+        old = [self._path("base", ".safetensors"), self._path("answers", ".log")]
+        self._number, self._length = self._number + 1, 0
+        write(self._path("base", ".safetensors"), base)
+        self._file.close()
+        self._file = open(self._path("answers", ".log"), "ab")  # noqa: SIM115
+        for path in old:
+            path.unlink(missing_ok=True)
+
+    def _path(self, name: str, suffix: str) -> Path:
+        return self._home / f"{name}-{self._number}{suffix}"

@@ -1,0 +1,78 @@
+"""Clients over several devices and processes: the same numbers as on one."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedsolve as fs
+import sharded
+from fedsolve import checkpoints
+
+HERE = Path(__file__).parent
+LIMIT = 240  # seconds: a run must never hang
+
+
+def start(devices, *words, out=subprocess.PIPE):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, "sharded.py", *map(str, words)],
+        cwd=HERE,
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_four_devices_give_the_numbers_of_one():
+    process = start(4, "devices")
+    told = process.communicate(timeout=LIMIT)[0]
+    assert "all well" in told, told
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Starts two processes of a run; ends those that are left."""
+    running = []
+
+    def begin(rounds):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pair = [start(2, "process", i, port, tmp_path, rounds) for i in (0, 1)]
+        running.extend(pair)
+        return pair
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_two_processes_survive_the_loss_of_one(two, tmp_path):
+    file = tmp_path / "checkpoint"
+    staying, lost = two(rounds=1_000_000)
+    patience = time.monotonic() + LIMIT
+    while not (tmp_path / "checkpoint.before").exists() and time.monotonic() < patience:
+        time.sleep(0.1)
+    lost.kill()
+    told = staying.communicate(timeout=LIMIT)[0]
+    assert "Another process of this run was lost; start all of them again with resume=" in told
+    assert staying.returncode == 1
+
+    rounds = checkpoints.load(file).round + 4
+    for process in two(rounds):
+        assert "all well" in (told := process.communicate(timeout=LIMIT)[0]), told
+    _, problem, algorithm, _ = next(sharded.cases())
+    alone = fs.solve(problem, algorithm, rounds, **sharded.EXACT)
+    for index in (0, 1):
+        found = np.load(tmp_path / f"{index}.npz")
+        np.testing.assert_allclose(found["params"], alone.params, rtol=1e-6)
+        for name, values in alone.history.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-9)
