@@ -42,6 +42,7 @@ if DEVICES > 1:
 import jax  # noqa: E402 (after its flags)
 
 import fedsolve as fs  # noqa: E402
+from fedsolve.problems.regression import deal  # noqa: E402
 
 
 def best(function, times=3):
@@ -79,7 +80,7 @@ def dense(m):
 def sparse(m):
     rows, labels = fs.problems.like_real_sim()
     problem = fs.problems.sparse_regression(rows, labels, m)
-    parts = fs.problems.regression.deal(len(labels), m, 0)
+    parts = deal(len(labels), m, 0)
     own = [(rows[part], rows[part].T.tocsr(), labels[part]) for part in parts]
     weight = np.float32(0.001)
 
@@ -132,10 +133,10 @@ def one_size(kind, m):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     never = fs.Stationary(below=1e-30)
     algorithm = fs.FedADMM(participants=m // 2, local_iterations=LOCAL)
-    where = {"devices": DEVICES} if DEVICES > 1 else {}
+    devices = DEVICES if DEVICES > 1 else None
 
     def ours(rounds, stop=never):
-        return fs.solve(problem, algorithm, rounds, stop=stop, **where)
+        return fs.solve(problem, algorithm, rounds, stop=stop, devices=devices)
 
     ours(1)  # compiles
     short = best(lambda: ours(1), 5)
