@@ -185,7 +185,7 @@ def recorded(contents: folder.Contents, experiment: Experiment) -> Groups:
         history = {str(name): numbers[name].to_numpy() for name in numbers}
         prefix = f"{variant}/seed-{seed}/".lstrip("/")
         wide = {k[len(prefix) :]: v for k, v in contents.wide.items() if k.startswith(prefix)}
-        algorithm, rounds = experiment.cells[variant][1], experiment.options["rounds"]
+        algorithm, rounds = experiment.cells.algorithms[variant], experiment.options["rounds"]
         seconds = contents.facts.get("seconds", {}).get(prefix.rstrip("/"), math.nan)
         run = Recorded(history | wide, algorithm, int(seed), rounds, float(seconds))
         groups.setdefault(variant, []).append(run)
