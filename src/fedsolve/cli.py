@@ -320,9 +320,12 @@ def _reproduce(
         tables.append(contents.table)
     made = {"size": "quick" if quick else "full", "changes": of.changes(entry, quick)}
     made |= {"command": shlex.join(words), **by, "seconds": round(seconds, 1)}
-    summary = of.finish(entry, results, place, made)
-    of.write_data(place / "data.csv", tables)
-    checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())
+    try:
+        summary = of.finish(entry, results, place, made)
+        of.write_data(place / "data.csv", tables)
+        checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())
+    except OSError as error:
+        fail(f"Cannot write to {place}: {error.strerror}.", 1)
     out.print(f"Written to {place}{os.sep}: page.md", markup=False, soft_wrap=True)
 
 
