@@ -11,7 +11,6 @@ given and the server's state on its own; the bare call only echoes as many bytes
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -96,22 +95,13 @@ def experiment(sites: int, size: int, rounds: int, spans: int) -> config.Experim
     return config.resolve("deployment", table)
 
 
-@contextlib.contextmanager
 def federation(sites: int):
     """As `local_federation` makes it, with this file's classes allowed."""
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *sys.path])
-    allow = '\n[allow]\nproblems = ["deployment:idle"]\nalgorithms = ["deployment:Echo"]\n'
     engine.ALLOWED = (*engine.ALLOWED[:2], NAMES[1], NAMES[0], *engine.ALLOWED[2:])
-    with engine.temporary_folder() as place:
-        (place / "owner.toml").write_text(allow)
-        os.environ[jobs.OWNER] = str(place / "owner.toml")
-        with local_federation(sites, sites, lambda news: None) as running:
-            for name, kit in running.kits.items():
-                if name.startswith("site"):
-                    with open(kit / "site.toml", "a") as file:
-                        file.write(allow)
-            yield running
+    own = ["deployment:idle", "deployment:Echo"]
+    return local_federation(sites, sites, lambda news: None, own)
 
 
 def compare(running: Any, sites: int, size: int) -> None:

@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, damaged or moved: nothing is lost, nothing is overwritten."""
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import examples
 import fedsolve as fs
 from fedsolve import checkpoints, folder
 from test_cli import fedsolve  # noqa: F401
+from test_conformance import ALGORITHMS
 
 KILLS = int(os.environ.get("FEDSOLVE_KILLS", "2"))
 EXPERIMENT = """
@@ -241,3 +243,80 @@ def test_two_processes_cannot_work_in_one_folder(fedsolve, tmp_path):  # noqa: F
     assert "Another process is working in x; wait for its end." in told
     assert results(tmp_path / "x") == before
     assert fedsolve("run", "--resume", "x", "--rounds", 3)[0] == 0
+
+
+@pytest.mark.slow
+def test_every_algorithm_survives_sigkill(tmp_path):
+    """One process runs them all, and is killed once in the midst of each."""
+    script = Path(__file__).with_name("survivor.py")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for place in (whole, cut):
+        place.mkdir()
+    subprocess.run([sys.executable, script, whole], check=True, timeout=900)
+    chance, killed, running = random.Random(0), set(), True
+    while running:
+        process, began = subprocess.Popen([sys.executable, script, cut]), time.time()
+        while process.poll() is None:
+            fresh = {p for p in cut.glob("*[0-9]") if p.stat().st_mtime > began} - killed
+            if fresh:
+                time.sleep(chance.uniform(0, 0.2))
+                process.kill()
+                killed |= fresh
+            time.sleep(0.005)
+        assert process.returncode in (0, -signal.SIGKILL)
+        running = process.returncode != 0
+    assert len(killed) == len(ALGORITHMS) == len(list(cut.glob("*.npz")))
+    for number, name in enumerate(ALGORITHMS):
+        one, other = np.load(cut / f"{number}.npz"), np.load(whole / f"{number}.npz")
+        assert one.files == other.files
+        for key in one.files:
+            np.testing.assert_array_equal(one[key], other[key], err_msg=f"{name}: {key}")
+
+
+def test_resumed_one_by_one_the_numbers_are_the_same(task, tmp_path):
+    fs.solve(*task, 3, checkpoint=tmp_path / "c")
+    slowly = fs.solve(*task, 5, resume=tmp_path / "c", runtime="debug")
+    quickly = fs.solve(*task, 5)
+    for name, values in quickly.history.items():
+        np.testing.assert_allclose(slowly.history[name], values, rtol=2e-5, err_msg=name)
+    np.testing.assert_allclose(slowly.params, quickly.params, rtol=2e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_another_jax_is_used_and_that_is_said(task, tmp_path, monkeypatch):
+    fs.solve(*task, 3, checkpoint=tmp_path / "c")
+    monkeypatch.setattr(checkpoints.jax, "__version__", "0.99.1")
+    sentence = r"is of JAX 0\.\d+\.\d+, and this is 0\.99\.1: the same numbers up to rounding"
+    with pytest.warns(UserWarning, match=sentence):
+        run = fs.solve(*task, 5, resume=tmp_path / "c")
+    assert run.rounds == 5
+
+
+def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkeypatch):  # noqa: F811
+    words = ["--set", "run.evaluate_every=1", "--out"]
+    assert fedsolve("run", "neyman-pearson", "--rounds", 40, *words, "x")[0] == 0
+    before = results(tmp_path / "x")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
+    try:
+        status, _, told = fedsolve("run", "--resume", "x", "--rounds", 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = " ".join(told.split())
+    assert status == 1
+    assert "No checkpoint after round 60: cannot write" in told
+    assert "Cannot write to x: File too large." in told
+    after = results(tmp_path / "x")
+    assert after.pop("config.toml") != before.pop("config.toml")  # it says what was begun
+    assert after == before
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as read_only:
+        read_only.setattr(checkpoints, "write_atomically", refuse)
+        status, _, told = fedsolve("run", "--resume", "x")
+    assert status == 2
+    assert "Cannot write to x: Read-only file system." in " ".join(told.split())
+    assert fedsolve("run", "--resume", "x")[0] == 0  # there is room again
+    assert fedsolve("run", "neyman-pearson", "--rounds", 60, *words, "y")[0] == 0
+    assert results(tmp_path / "x") == results(tmp_path / "y")

@@ -183,3 +183,23 @@ def test_byte_differences_are_exact_and_limited():
     parts = np.asarray([divmod(n, 2**16) for n in (5_000_000_120, 4_999_000_000, 7)], np.uint32)
     seen = Bytes(jnp.asarray(parts[:, 0]), jnp.asarray(parts[:, 1]))
     np.testing.assert_array_equal(now.minus(seen, at_most=2_000_000), [3, 1_000_123, 2_000_000])
+
+
+def test_messages_and_what_a_compressed_downlink_loses_are_in_the_history():
+    algorithm = fs.FedSGM(0.05, 0.1, participants=3, downlink=fs.TopK(0.5))
+    run = fs.solve(examples.least_squares(), algorithm, rounds=4)
+    np.testing.assert_array_equal(  # two questions a round to three clients, and their answers
+        run.history["messages_both_ways"], 2 * 2 * 3 * np.arange(1, 5)
+    )
+    x, w = np.asarray(run.state.server.x), np.asarray(run.state.w)
+    error = np.linalg.norm(x - w) / np.linalg.norm(x)
+    assert error > 0
+    np.testing.assert_allclose(run.history["compression_error"][-1], error, rtol=1e-5)
+    lost = fs.solve(
+        examples.least_squares(), algorithm, rounds=1, arrivals=lambda r, e, who: who < 0
+    )
+    assert lost.history["messages_both_ways"].tolist() == [3]  # nobody answers, nor is asked again
+    assert (
+        "compression_error"
+        not in fs.solve(examples.least_squares(), fs.FedSGM(0.05, 0.1), rounds=1).history
+    )

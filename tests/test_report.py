@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tomli_w
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import fedsolve as fs
 from fedsolve.report import report
@@ -32,20 +32,25 @@ def folder(tmp_path_factory):
         "variants": {"plain": {}, HOSTILE: {"algorithm.tolerance": 0.1}},
     }
     (path / "config.toml").write_text(tomli_w.dumps(config))
-    (path / "run.json").write_text('{"status": "finished"}')
+    said = {"plain/seed-1": f"Nobody gains {HOSTILE}."}
+    (path / "run.json").write_text(json.dumps({"status": "finished", "certificates": said}))
     rng, frames, wide = np.random.default_rng(0), [], {}
     for variant in config["variants"]:
         for seed in (0, 1):
             entries = {"variant": variant, "seed": seed, "round": np.arange(1, ROUNDS + 1)}
-            for name in ("objective", "constraint", "switch"):
+            for name in ("objective", "constraint", "switch", "compression_error"):
                 entries[name] = rng.random(ROUNDS)
             for way in ("up", "down"):
                 entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
+            entries["messages_both_ways"] = 4 * entries["round"]
+            if variant == "plain":
+                entries["seconds_total"] = np.cumsum(rng.random(ROUNDS))
             frames.append(pd.DataFrame(entries))
             drawn = np.array([rng.choice(CLIENTS, 2, replace=False) for _ in range(ROUNDS)])
             wide[f"{variant}/seed-{seed}/cohort"] = drawn
             wide[f"{variant}/seed-{seed}/weights"] = rng.random((ROUNDS, 2))
             wide[f"{variant}/seed-{seed}/participation"] = rng.random((ROUNDS, CLIENTS))
+            wide[f"{variant}/seed-{seed}/participation/settles"] = rng.random(CLIENTS)
     frames[0].loc[3, "objective"] = np.inf
     pd.concat(frames).to_csv(path / "history.csv", index=False)
     save_file(wide, path / "history.safetensors")
@@ -89,6 +94,9 @@ def test_the_numbers_are_those_of_the_files(page, folder):
                 np.testing.assert_array_equal(np.array(values, float), expected)
     cohort = pd.Series({c["name"]: c for c in groups[0]["clients"]})
     assert sorted(cohort.index) == ["cohort", "participation"]  # weights are of who was drawn
+    settles = load_file(folder / "history.safetensors")["plain/seed-0/participation/settles"]
+    assert cohort["participation"]["settles"] == settles.tolist()
+    assert [g["certificates"] for g in groups] == [[f"Seed 1: Nobody gains {HOSTILE}."], []]
     shares, steps = cohort["cohort"], np.diff(cohort["cohort"]["rounds"], prepend=0)
     assert shares["rounds"][-1] == ROUNDS
     np.testing.assert_allclose(np.sum(shares["values"], axis=1), 2)  # two of them a round
@@ -135,12 +143,17 @@ def test_it_renders_in_a_browser(page, folder):
     assert "img" not in {tag for tag, _ in dom.tags}
     assert HOSTILE.replace("&lt;", "<") in "".join(dom.data).replace("&lt;", "<")
     charts = [a.get("data-name") for tag, a in dom.tags if tag == "figure"]
-    assert charts[:3] == ["objective", "constraint", "switch"]
-    assert sorted(charts[3:]) == ["cohort", "cohort", "participation", "participation"]
+    assert charts[:4] == ["objective", "constraint", "switch", "compression_error"]
+    assert sorted(charts[4:]) == ["cohort", "cohort", "participation", "participation"]
     shown = [a["data-value"] for tag, a in dom.tags if tag == "td" and "data-value" in a]
     last = pd.read_csv(folder / "history.csv").groupby(["variant", "seed"], sort=False).tail(1)
     expected = last[["seed", "round", "objective", "constraint"]].to_numpy()
     np.testing.assert_array_equal(np.array(shown).reshape(4, -1)[:, :4].astype(float), expected)
+    axes = ["round", "messages_both_ways", "bytes, both ways", "bytes_up_total", "bytes_down_total"]
+    options = [a.get("value") for tag, a in dom.tags if tag == "option"]
+    assert options[:6] == [*axes, "seconds_total"]
+    lines = [a.get("class") for tag, a in dom.tags if tag == "line"]
+    assert lines.count("settles") == 2 * CLIENTS
     assert "differs" in [a.get("class") for tag, a in dom.tags if tag == "tr"]
 
 

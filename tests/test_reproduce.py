@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import fedsolve as fs
-from fedsolve import config, reproduce, results
+from fedsolve import config, folder, reproduce, results
 from test_cli import fedsolve  # noqa: F401  (a fixture)
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -97,16 +97,16 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):  # noqa: F811
         assert expected in page
 
     # A reproduction that was stopped goes on from its checkpoints, and comes to the same.
-    folder = out / "runs" / name
-    (folder / "run.json").write_text('{"status": "running"}')
-    (folder / "history.csv").unlink()
+    own_folder = out / "runs" / name
+    (own_folder / "run.json").write_text('{"status": "running"}')
+    (own_folder / "history.csv").unlink()
     assert fedsolve(*words)[0] == 0
     again = json.loads((out / "summary.json").read_text())
     assert again["numbers"] == summary["numbers"]
     # What is finished is not run again.
-    before = (folder / "history.csv").stat().st_mtime_ns
+    before = (own_folder / "history.csv").stat().st_mtime_ns
     assert fedsolve(*words)[0] == 0
-    assert (folder / "history.csv").stat().st_mtime_ns == before
+    assert (own_folder / "history.csv").stat().st_mtime_ns == before
 
     status, _, told = fedsolve(*words, "--seeds", 2)
     assert status == 2
@@ -123,7 +123,7 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):  # noqa: F811
     assert f"](page/fedsgm-unbiased/figure-1/{name}.png)" in whole
     assert (tmp_path / "page/fedsgm-unbiased/figure-1" / f"{name}.png").is_file()
     for entry in reproduce.catalogue().values():
-        assert f"`{entry.name}`" in whole
+        assert f"[{entry.name}](#" in whole
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,15 @@ def test_missing_data_are_one_sentence(fedsolve, tmp_path, monkeypatch):  # noqa
     assert not (tmp_path / "reproduced").exists()
 
 
+def test_an_experiment_stopped_before_its_last_variant_is_kept(tmp_path):
+    run = fs.solve(fs.problems.neyman_pearson(clients=5), fs.FedSGM(0.1, 0.05), rounds=2)
+    settings = {"run": {"rounds": 2, "stop": {}}}
+    runs = {"a: k = 1": [run], "b: k = 1": []}
+    folder.save(tmp_path, runs, settings, "interrupted", "Stopped.")
+    assert set(folder.read(tmp_path).table["variant"]) == {"a: k = 1"}
+    assert (tmp_path / "plot.png").is_file()
+
+
 def test_measures():
     history = {
         "round": np.arange(10, 101, 10),
@@ -190,7 +199,8 @@ def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):
         summary = {"name": "fedsgm/figure-1", "size": size} | facts
         (made / "summary.json").write_text(json.dumps(summary))
     assert results.whole_page(tmp_path / "page.md", tmp_path / "found") == ["fedsgm/figure-1"]
-    assert "full, 2026-11-16" in (tmp_path / "page.md").read_text()
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert next(line for line in lines if "fedsgm/figure-1]" in line).endswith("| full |")
 
 
 def test_the_page_of_results_is_what_the_command_writes(tmp_path):

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from fedsolve.compression import Identity
 from fedsolve.federation import Federation
 from fedsolve.problem import Problem
 
@@ -45,6 +47,13 @@ class Algorithm(eqx.Module):
     def average(self, server: PyTree) -> Any:
         """The averaged parameters that the algorithm promises something about, if it has them."""
         return None
+
+    def compression_error(self, server: PyTree, w: Float[Array, " d"]) -> Any:
+        """‖x − w‖ / ‖x‖, where the server has an x and clients a compressed copy of it."""
+        x, downlink = getattr(server, "x", None), getattr(self, "downlink", None)
+        if x is None or downlink is None or isinstance(downlink, Identity):
+            return None
+        return jnp.linalg.norm(x - w) / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
 
     def limits(self) -> dict[str, Any]:
         """Where entries of the history are known to settle, by name: pictures show them."""

@@ -78,6 +78,12 @@ class Checkpoint:
         others = [name for name, value in identity.items() if self.head["run"].get(name) != value]
         if others:
             raise InvalidInput(f"{self.path} belongs to another run: {', '.join(others)} differ.")
+        if (theirs := self.head.get("jax")) != jax.__version__:
+            warnings.warn(
+                f"{self.path} is of JAX {theirs}, and this is {jax.__version__}: the same numbers"
+                " up to rounding, not the same bits.",
+                stacklevel=2,
+            )
 
     def state(self, template: State) -> State:
         """The state, if it has the form of the template."""
@@ -120,6 +126,7 @@ class Checkpoints:
         head = {
             "format": FORMAT,
             "version": _version(),
+            "jax": jax.__version__,
             "run": self._identity,
             "round": int(state.round),
             "seconds": seconds,

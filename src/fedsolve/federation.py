@@ -85,6 +85,7 @@ class State(eqx.Module):
     seen: Bytes | None  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
+    messages: Bytes  # how many that were
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
     seconds: Seconds | None  # of simulated time so far, where there is a clock
 
@@ -116,6 +117,7 @@ class State(eqx.Module):
             seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
             up=Bytes.zero(),
             down=Bytes.zero(),
+            messages=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
             seconds=Seconds.zero() if timed else None,
         )
@@ -171,7 +173,7 @@ class Federation:
     def __init__(self, problem: Problem, state: State, setting: Setting | None = None):
         self.w = state.w
         self.round = state.round
-        self.up, self.down = Bytes.zero(), Bytes.zero()
+        self.up, self.down, self.messages = Bytes.zero(), Bytes.zero(), Bytes.zero()
         self.exchanges: list[str] = []  # names of the methods asked, in order
         self._problem = problem
         self._state = state
@@ -249,11 +251,15 @@ class Federation:
             seen=self._seen,
             up=before.up + self.up,
             down=before.down + self.down,
+            messages=before.messages + self.messages,
             fault=jnp.where(broken, here, self._fault),
             seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
         )
         spent = {"bytes_up": self.up, "bytes_down": self.down}
         spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
+        spent |= {"messages_both_ways": state.messages}
+        error = algorithm.compression_error(server, self.w)
+        spent |= {} if error is None else {"compression_error": error}
         if state.seconds is not None:
             spent |= {"seconds": jnp.asarray(self._seconds), "seconds_total": state.seconds}
         return state, jax.tree.map(jnp.asarray, info) | spent
@@ -317,6 +323,7 @@ class Federation:
         self.down = self.down.plus(jnp.sum(asked), _bytes(question.message))
         missed = self._missed(question.cohort)
         self.down = self.down.plus_all(jnp.where(asked, missed, np.uint32(0)))
+        self.messages = self.messages.plus(jnp.sum(asked), 1).plus(jnp.sum(arrived), 1)
         # The server learns that a client is up to date from its answer, not from having asked.
         self._seen = jax.tree.map(
             lambda all, new: all.at[rows].set(jnp.where(arrived, new, all[rows])),

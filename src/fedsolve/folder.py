@@ -79,10 +79,14 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
         "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
         **_facts(),
     }
-    write_atomically(path / "run.json", _json(facts))
     labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
-    if not labelled:
-        return
+    facts["certificates"] = {_name(v, run): text for v, run in labelled if (text := _regret(run))}
+    if labelled:
+        _save_results(path, runs, labelled, "stop" in config["run"])
+    write_atomically(path / "run.json", _json(facts))  # last: what it says is there
+
+
+def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops: bool) -> None:
     table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
     write_atomically(path / "history.csv", table.to_csv(index=False).encode())
     arrays, wide = {}, {}
@@ -92,16 +96,20 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
         if run.average is not None:
             arrays |= _named(f"{name}/average", run.average)
         wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
+        limits = run.algorithm.limits().items()
+        wide |= {f"{name}/{k}/settles": np.asarray(v) for k, v in limits if k in run.history}
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
-    plot(runs, path / "plot.png")
+    # Of a run that was stopped, some variants have nothing yet.
+    there = {v: [run for run in all if len(run.history)] for v, all in runs.items()}
+    groups = {v: all for v, all in there.items() if all}
+    plot(groups, path / "plot.png")
     if all("seconds_total" in run.history for _, run in labelled):
-        plot(runs, path / "time.png", against="seconds_total")
-    groups = {v: all for v, all in runs.items() if all}
-    if "stop" in config["run"] and has_numbers(groups):
+        plot(groups, path / "time.png", against="seconds_total")
+    if stops and has_numbers(groups):
         effort(groups, path / "rounds.png")
-    if len(runs) > 1 and all("constraint" in run.history for _, run in labelled):
+    if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
 
 
@@ -146,6 +154,16 @@ def _facts() -> dict[str, Any]:
             for name in ("fedsolve", "jax", "jaxlib", "equinox", "numpy", "scikit-learn")
         },
     }
+
+
+def _regret(run: Run) -> str:
+    """The certificate of an equilibrium, where clients play a game."""
+    holders = (run.algorithm, getattr(run.algorithm, "weighting", None))
+    game = next((g for each in holders if (g := getattr(each, "game", None)) is not None), None)
+    if game is None or "participation" not in run.history:
+        return ""
+    gain = game.regret(run.history["participation"][-1])
+    return f"At the end no client gains more than {gain:.3g} by deviating alone."
 
 
 def _json(facts: dict[str, Any]) -> bytes:

@@ -53,6 +53,7 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
             "status": str(facts.get("status", "")),
             "config": {key: str(value) for key, value in flat.items()},
             "tolerance": float(flat.get("algorithm.tolerance", 0.0)),
+            "certificates": [],
             "seeds": [],
             "clients": [],
         }
@@ -61,27 +62,38 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
             history = {str(name): _numbers(columns[name].to_numpy()) for name in columns}
             group["seeds"].append({"seed": int(str(seed)), "history": history})
             prefix = f"{variant}/seed-{seed}/".lstrip("/")
+            if said := facts.get("certificates", {}).get(prefix.removesuffix("/")):
+                group["certificates"].append(f"Seed {seed}: {said}")
             own = {k.removeprefix(prefix): v for k, v in wide.items() if k.startswith(prefix)}
             if len(group["seeds"]) == 1:
                 rounds = columns["round"].to_numpy()
-                shown = {k: v for k, v in own.items() if k == "cohort" or _of_clients(v, own)}
-                group["clients"] = [_by_client(k, v, rounds) for k, v in shown.items()]
+                shown = {k: v for k, v in own.items() if _of_clients(k, v, own)}
+                group["clients"] = [
+                    _by_client(k, v, rounds, own.get(f"{k}/settles")) for k, v in shown.items()
+                ]
         groups.append(group)
     return groups
 
 
-def _of_clients(values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
-    """Whether there is one for each client, and not for each of a drawn cohort."""
+def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
+    """Whether there is one for each client, and not for each of a drawn cohort; and of cohorts,
+    whether it is not everyone every time, of which there is nothing to show."""
     if values.ndim != 2:
         return False
     cohort = others.get("cohort")
-    if cohort is None or cohort.max(initial=0) < cohort.shape[1]:  # everyone, every time
+    if cohort is None:
         return True
-    return values.shape[1] != cohort.shape[1]
+    everyone = bool((cohort >= 0).all()) and cohort.max(initial=0) < cohort.shape[1]
+    if name == "cohort":
+        return not everyone
+    return everyone or values.shape[1] != cohort.shape[1]
 
 
-def _by_client(name: str, values: np.ndarray, rounds: np.ndarray) -> dict[str, Any]:
-    """Who took part, as shares of bins of rounds; or what each client has, as lines."""
+def _by_client(
+    name: str, values: np.ndarray, rounds: np.ndarray, settles: np.ndarray | None
+) -> dict[str, Any]:
+    """Who took part, as shares of bins of rounds; or what each client has, as lines, and where
+    they are known to settle."""
     if name == "cohort":  # each row names the clients of a round
         clients, step = int(values.max(initial=0)) + 1, math.ceil(len(values) / BINS)
         parts = [values[k : k + step] for k in range(0, len(values), step)]
@@ -96,6 +108,7 @@ def _by_client(name: str, values: np.ndarray, rounds: np.ndarray) -> dict[str, A
         "kind": "lines",
         "rounds": rounds[::step].tolist(),
         "values": _rows(kept),
+        "settles": [] if settles is None else _numbers(settles[:LINES].astype(float)),
     }
 
 

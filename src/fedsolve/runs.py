@@ -29,6 +29,8 @@ class Run:
       `constraint` are over all clients at the parameters after that round; `bytes_up` and
       `bytes_down` are what all participants sent and received in it, `…_total` since the start;
       with a clock, `seconds` and `seconds_total` are the time that this would have taken.
+      `messages_both_ways` counts questions and answers. `compression_error`: ‖x − w‖ / ‖x‖, how
+      far the clients' w is from the server's x where the downlink is compressed.
     - `state`: everything needed to go on from here (`solve(..., resume=run.state)`).
     """
 
