@@ -205,18 +205,36 @@ def evaluate(
     return found
 
 
+class _Fixed:
+    """What a program is made for. Its hash is computed once, as it is asked for at every call."""
+
+    def __init__(self, *parts: Any):
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Fixed) and self.parts == other.parts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
+    function, structure, others, places = fixed.parts
+    leaves = list(others)
+    for place, array in zip(places, arrays, strict=True):
+        leaves[place] = array
+    return function(*jax.tree.unflatten(structure, leaves), *arguments)
+
+
 def prepared(function: Callable, *fixed: PyTree) -> Callable:
     """`function(*fixed, *arguments)` compiled, for many short calls: what is fixed is taken apart
-    once, where `eqx.filter_jit` would do so in each."""
-    arrays, rest = eqx.partition(fixed, eqx.is_array)
-    leaves, structure = jax.tree.flatten(arrays)
-
-    @jax.jit
-    def program(leaves: list[Array], *arguments: PyTree) -> PyTree:
-        whole = eqx.combine(jax.tree.unflatten(structure, leaves), rest)
-        return function(*whole, *arguments)
-
-    return functools.partial(program, leaves)
+    once, where `eqx.filter_jit` would do so in each. Arrays in it are arguments of the program."""
+    leaves, structure = jax.tree.flatten(fixed)
+    places = tuple(i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray))
+    others = tuple(None if i in places else x for i, x in enumerate(leaves))
+    arrays = [leaves[i] for i in places]
+    return functools.partial(_program, _Fixed(function, structure, others, places), arrays)
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
