@@ -22,9 +22,12 @@ COLUMNS = ("round", "objective", "constraint", "reward", "cost", "switch", "byte
 def main(name, path, wanted):
     experiment = config.resolve(name, config.read(name))
     tables = []
-    for variant, (problem, algorithm) in experiment.cells.items():
+    for variant, algorithm in experiment.cells.algorithms.items():
         if wanted and variant not in wanted:
             continue
+        if experiment.instances is not None:
+            raise SystemExit(f"{name} has instances: use fedsolve run.")
+        problem = experiment.cells[variant][0]
         began = time.perf_counter()
         runs = fs.sweep(problem, algorithm, seeds=experiment.seeds, **experiment.options).runs
         print(f"{variant}: {time.perf_counter() - began:.1f} s", flush=True)

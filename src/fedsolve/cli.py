@@ -157,8 +157,10 @@ def _run(
     from fedsolve.solving import check_run
     from fedsolve.tracking import made
 
-    for variant, (problem, algorithm) in experiment.cells.items():
-        check_run(problem, algorithm, clock=experiment.clocks[variant], **experiment.options)
+    # Instances may be large: then only the first is made to look at it.
+    for variant in list(experiment.cells)[: None if experiment.instances is None else 1]:
+        clock = experiment.clocks[variant]
+        check_run(*experiment.cells[variant], clock=clock, **experiment.options)
     if checkpoint_every is not None:
         check_count("--checkpoint-every", checkpoint_every)
     for text in track:
@@ -318,9 +320,12 @@ def _reproduce(
         tables.append(contents.table)
     made = {"size": "quick" if quick else "full", "changes": of.changes(entry, quick)}
     made |= {"command": shlex.join(words), **by, "seconds": round(seconds, 1)}
-    summary = of.finish(entry, results, place, made)
-    of.write_data(place / "data.csv", tables)
-    checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())
+    try:
+        summary = of.finish(entry, results, place, made)
+        of.write_data(place / "data.csv", tables)
+        checkpoints.write_atomically(place / "page.md", page(entry, summary).encode())
+    except OSError as error:
+        fail(f"Cannot write to {place}: {error.strerror}.", 1)
     out.print(f"Written to {place}{os.sep}: page.md", markup=False, soft_wrap=True)
 
 

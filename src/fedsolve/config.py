@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import tomllib
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,35 @@ SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy
 Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any
 
 
+class Cells(Mapping[str, tuple[fs.Problem, fs.Algorithm]]):
+    """Problem and algorithm by variant. A problem that `kept` does not have is made whenever it is
+    asked for: instances can be large."""
+
+    def __init__(
+        self,
+        makers: dict[str, Callable[[], fs.Problem]],
+        kept: dict[str, fs.Problem],
+        algorithms: dict[str, fs.Algorithm],
+    ):
+        self._makers, self._kept, self.algorithms = makers, kept, algorithms
+
+    def __getitem__(self, variant: str) -> tuple[fs.Problem, fs.Algorithm]:
+        algorithm = self.algorithms[variant]
+        return self._kept.get(variant) or self._makers[variant](), algorithm
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.algorithms)
+
+    def __len__(self) -> int:
+        return len(self.algorithms)
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """One problem and algorithm (or several variants of them), ready to run."""
 
     name: str
-    cells: dict[str, tuple[fs.Problem, fs.Algorithm]]  # by variant; "" if there are none
+    cells: Cells  # by variant; "" if there are none
     clocks: dict[str, fs.Clock | None]  # by variant too
     seeds: list[int]
     options: dict[str, Any]  # for `solve`
@@ -132,10 +156,10 @@ class Experiment:
     def cell(self, variant: str, seed: int) -> tuple[fs.Problem, fs.Algorithm]:
         """What to run for that variant and seed: with `run.instances` the seed is the problem's,
         too."""
-        problem, algorithm = self.cells[variant]
-        if self.instances is not None and seed != self.seeds[0]:
-            problem = _problem(self.instances[variant] | {"seed": seed}, self.allowed)[0]
-        return problem, algorithm
+        if self.instances is None or seed == self.seeds[0]:
+            return self.cells[variant]
+        make = _problem(self.instances[variant] | {"seed": seed}, self.allowed)[0]
+        return make(), self.cells.algorithms[variant]
 
     @property
     def runs(self) -> list[tuple[str, int]]:
@@ -199,8 +223,9 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     if not isinstance(instances, bool):
         raise InvalidInput(f"run.instances must be true or false, got {instances!r}.")
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
-    cells, clocks, resolved = {}, {}, {k: v for k, v in config.items() if k == "title"}
-    problems: dict[str, tuple[fs.Problem, dict[str, Any]]] = {}
+    algorithms, clocks, resolved = {}, {}, {k: v for k, v in config.items() if k == "title"}
+    problems: dict[str, tuple[Callable[[], fs.Problem], dict[str, Any]]] = {}
+    makers, kept = {}, {}
     tables: dict[str, dict[str, Any]] = {}
     for variant, changes in variants.items():
         if not isinstance(changes, dict):
@@ -213,12 +238,14 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
             described = described | {"seed": seeds[0]}
         tables[variant] = described
         if (known := repr(described)) not in problems:  # variants mostly share one
-            problems[known] = _problem(described, allowed)
-        problem, problem_table = problems[known]
-        algorithm, algorithm_table = _build(
+            make, problem_table = _problem(described, allowed)
+            problems[known] = functools.cache(make) if not instances else make, problem_table
+        makers[variant], problem_table = problems[known]
+        if not instances:
+            kept[variant] = makers[variant]()
+        algorithms[variant], algorithm_table = _build(
             _table(changed, "algorithm", ""), ALGORITHMS, "algorithm", allowed
         )
-        cells[variant] = (problem, algorithm)
         described = {"kind": "Clock"} | _table(changed, "clock", "") if "clock" in changed else {}
         clocks[variant], clock_table = None, {}
         if described:
@@ -242,7 +269,7 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         check_positive(f"deploy.{key}", value, zero=key == "quorum")
     if deploy:
         resolved["deploy"] = deploy
-    instance_tables = tables if instances else None
+    instance_tables, cells = tables if instances else None, Cells(makers, kept, algorithms)
     return Experiment(
         name, cells, clocks, seeds, options, deploy, resolved, instance_tables, allowed
     )
@@ -254,20 +281,31 @@ def summary(thing: Callable) -> str:
     return text.partition(". ")[0].rstrip(".") + "."
 
 
-def _problem(table: dict[str, Any], allowed: Allowed) -> tuple[fs.Problem, dict[str, Any]]:
-    """The problem that a table describes; `pooled = true` puts all samples in one place."""
+def _problem(
+    table: dict[str, Any], allowed: Allowed
+) -> tuple[Callable[[], fs.Problem], dict[str, Any]]:
+    """What makes the problem that a table describes, and the table with all defaults filled in;
+    `pooled = true` puts all samples in one place."""
     pooled = table.get("pooled", False)
     if not isinstance(pooled, bool):
         raise InvalidInput(f"problem.pooled must be true or false, got {pooled!r}.")
     rest = {key: value for key, value in table.items() if key != "pooled"}
-    problem, shown = _build(rest, PROBLEMS, "problem", allowed)
-    return (problem.pooled(), shown | {"pooled": True}) if pooled else (problem, shown)
+    make, shown = _described(rest, PROBLEMS, "problem", allowed)
+    return (lambda: make().pooled(), shown | {"pooled": True}) if pooled else (make, shown)
 
 
 def _build(
     table: dict[str, Any], registry: dict[str, Callable], where: str, allowed: Allowed = ()
 ) -> tuple[Any, dict]:
     """The object that a table describes, and the table with all defaults filled in."""
+    make, shown = _described(table, registry, where, allowed)
+    return make(), shown
+
+
+def _described(
+    table: dict[str, Any], registry: dict[str, Callable], where: str, allowed: Allowed
+) -> tuple[Callable[[], Any], dict]:
+    """What makes the object that a table describes, and the table with all defaults filled in."""
     if "kind" not in table:
         raise InvalidInput(f"{where}.kind is missing: one of {', '.join(registry)}.")
     kind = str(table["kind"])
@@ -302,10 +340,13 @@ def _build(
         if inspect.isclass(wanted) and issubclass(wanted, fs.Compressor | fs.Switching):
             check_kind(f"{where}.{name}", value, wanted)
         given[name] = value
-    try:
-        built = make(**given)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}: {error}") from error
+
+    def built() -> Any:
+        try:
+            return make(**given)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from error
+
     return built, {key: value for key, value in shown.items() if value is not None}
 
 

@@ -31,7 +31,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.theory.fedadmm import communication_rounds
 
-STATES = ("whole", "in part", "other data", "settings", "missing")
+STATES = ("whole", "in part", "other data", "settings")
 LATE = 5  # means are over the last fifth of a run
 
 
@@ -40,8 +40,7 @@ class Entry:
     """A figure or table of a paper.
 
     - `state`: `whole`; `in part`; `other data` than the paper's; `settings`, a table of settings
-      where there is nothing to run; `missing`. `note` says what is missing, or where the settings
-      are.
+      where there is nothing to run. `note` says what is missing, or where the settings are.
     - `set` changes keys of the experiments, `variants` picks some of them; `quick` has both for the
       small version, and its minutes.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` where it asks for a GPU.
@@ -185,7 +184,7 @@ def recorded(contents: folder.Contents, experiment: Experiment) -> Groups:
         history = {str(name): numbers[name].to_numpy() for name in numbers}
         prefix = f"{variant}/seed-{seed}/".lstrip("/")
         wide = {k[len(prefix) :]: v for k, v in contents.wide.items() if k.startswith(prefix)}
-        algorithm, rounds = experiment.cells[variant][1], experiment.options["rounds"]
+        algorithm, rounds = experiment.cells.algorithms[variant], experiment.options["rounds"]
         seconds = contents.facts.get("seconds", {}).get(prefix.rstrip("/"), math.nan)
         run = Recorded(history | wide, algorithm, int(seed), rounds, float(seconds))
         groups.setdefault(variant, []).append(run)
@@ -229,6 +228,8 @@ def finish(
 ) -> dict[str, Any]:
     """Measures and draws: writes `summary.json` and the pictures, and returns the summary. `made`
     tells how the results came about."""
+    from matplotlib.style import context
+
     tables, pictures = {}, []
     for name, groups in results.items():
         tables[name] = [
@@ -237,8 +238,9 @@ def finish(
             for variant, runs in groups.items()
         ]
         figure = _draw(entry, groups)
-        for kind in ("png", "pdf"):
-            figure.savefig(out / f"{name}.{kind}", dpi=110)
+        with context(plots.STYLE):
+            for kind in ("png", "pdf"):
+                figure.savefig(out / f"{name}.{kind}", dpi=110)
         pictures.append(f"{name}.png")
     summary = {"name": entry.name, **made, "pictures": pictures, "numbers": tables}
     write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())

@@ -40,38 +40,38 @@ what they cost.
 Numbers are means over seeds, ± the standard deviation over seeds, of the last fifth of a run's
 evaluations unless a round is named; *over ε* is the share of those evaluations with g above the
 tolerance. In pictures, lines are means and bands go from the least to the greatest seed (CartPole:
-0.2 standard deviations, as in its paper).
+0.2 standard deviations, as in its paper). Times of 2026-11-16 on 2 cores were taken while other
+work kept them busy: a quiet machine needs a third of them or less.
 """
 
 
 def page(entry: Entry, summary: Summary) -> str:
     """A figure's page. Links to the documentation are words there."""
-    return re.sub(r"\[([^]]+)\]\([\w-]+\.md\)", r"\1", part(entry, summary, level=1, pictures=""))
+    name = papers()[entry.paper_of]["title"].partition(" (")[0]
+    text = f"# {name}, {title(entry)}\n\n{part(entry, summary)}\n"
+    return re.sub(r"\[([^]]+)\]\([\w-]+\.md\)", r"\1", text)
 
 
-def part(entry: Entry, summary: Summary, level: int, pictures: str) -> str:
+def part(entry: Entry, summary: Summary, pictures: str = "") -> str:
     """Pictures, numbers, what the paper says, how it was made."""
-    parts = [f"{'#' * level} {title(entry)}", *_about(entry)]
+    parts = _about(entry)
     for name in summary["pictures"]:
         parts.append(f"![{entry.shows}]({pictures}{name})")
-        rows = summary["numbers"][name.removesuffix(".png")]
-        parts.append(_numbers(entry, rows))
+        parts.append(_numbers(entry, summary["numbers"][name.removesuffix(".png")]))
     if entry.claims:
         rows = [f"| {says} | {found} |" for says, found in entry.claims]
-        table = ["| the paper | here, at full size |", "|---|---|", *rows]
-        parts.append("\n".join(table))
-    parts.append(_made(entry, summary))
-    return "\n\n".join(text for text in parts if text) + "\n"
+        parts.append("\n".join(["| the paper | here, at full size |", "|---|---|", *rows]))
+    return "\n\n".join([*parts, _made(entry, summary)])
 
 
 def title(entry: Entry) -> str:
     kind, _, number = entry.name.partition("/")[2].partition("-")
-    return f"{kind.capitalize()} {number}: {entry.shows}"
+    return f"{kind.capitalize()} {number}"
 
 
 def _about(entry: Entry) -> list[str]:
     state = {"in part": "In part. ", "other data": "On other data. "}.get(entry.state, "")
-    return [f"*{state}{entry.note}*"] if entry.note else []
+    return [f"**{entry.shows}.** {state}{entry.note}".rstrip()]
 
 
 def _numbers(entry: Entry, rows: list[dict[str, Any]]) -> str:
@@ -140,6 +140,8 @@ def whole_page(path: Path, found: Path) -> list[str]:
         write_atomically(path, text.encode())
     except OSError as error:
         raise InvalidInput(f"Cannot write {path}: {error.strerror}.") from None
+    except (ValueError, KeyError) as error:
+        raise InvalidInput(f"A summary below {found} or {kept} is damaged: {error}.") from None
     return shown
 
 
@@ -158,6 +160,14 @@ def _keep(made: Path, kept: Path) -> None:
             picture.convert("RGB").quantize(64).save(place / name, optimize=True)
 
 
+def _anchor(entry: Entry) -> str:
+    return entry.name.replace("/", "-")
+
+
+def _link(entry: Entry) -> str:
+    return f"[{entry.name}](#{_anchor(entry)})"
+
+
 def _differences(entries: Mapping[str, Entry]) -> list[tuple[Entry, str, str]]:
     """Claims that do not hold here: what was found says so in bold."""
     return [(e, says, found) for e in entries.values() for says, found in e.claims if "**" in found]
@@ -173,23 +183,23 @@ def whole(kept: Path) -> tuple[str, list[str]]:
         for name, entry in entries.items():
             if entry.paper_of != paper:
                 continue
+            head = f'<a id="{_anchor(entry)}"></a>\n\n### {title(entry)}'
             file = kept / name / "summary.json"
             if file.is_file():
                 summary = json.loads(file.read_text(encoding="utf-8"))
                 shown.append(name)
-                here = f"{summary['size']}, {summary['date']}"
-                parts.append(part(entry, summary, 3, f"{kept.name}/{name}/").rstrip())
+                here = summary["size"]
+                parts.append(f"{head}\n\n{part(entry, summary, f'{kept.name}/{name}/')}")
             else:
                 here = "not run yet" if entry.experiments else "nothing to run"
-                parts.append(f"### {title(entry)}")
-                parts += _about(entry)
+                parts += [head, *_about(entry)]
                 if entry.experiments:
                     quick, full, gpu = costs(entry)
                     told = f"Not run yet: `fedsolve reproduce {name}` takes about {full} on 2 cores"
                     told += f", {gpu} on a GPU" if gpu else ""
                     parts.append(f"{told}; `--quick` about {quick}.")
-            rows.append(f"| `{name}` | {entry.shows} | {entry.state} | {here} |")
-    differ = [f"| `{e.name}` | {says} | {found} |" for e, says, found in _differences(entries)]
+            rows.append(f"| {_link(entry)} | {entry.shows} | {entry.state} | {here} |")
+    differ = [f"| {_link(e)} | {says} | {found} |" for e, says, found in _differences(entries)]
     head = "## Where we differ", "| | the paper | here |\n|---|---|---|\n" + "\n".join(differ)
     parts[1:1] = ["\n".join(rows), *head]
     return "\n\n".join(text.rstrip("\n") for text in parts) + "\n", shown

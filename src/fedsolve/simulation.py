@@ -57,7 +57,7 @@ class Simulation(Federation):
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
             data = self._problem.samples, states
-            return map_clients(watched, cohort, data, self._setting)
+            return map_clients(jax.vmap(watched), cohort, data, self._setting)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -85,10 +85,11 @@ class Simulation(Federation):
 
 
 def map_clients(
-    function: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool = False
+    together: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool = False
 ) -> PyTree:
-    """`function(index, *client's data)` of a cohort: all in one `vmap`, or so many at a time, and
-    on each device its part. With `rows`, the data are the cohort's own and not all clients'.
+    """`together(indices, *their data)`, mostly a `vmap`, of a cohort: of all in one piece, or of so
+    many at a time, and on each device of its part; what it finds is joined on the leading axis.
+    With `rows`, the data are the cohort's own and not all clients'.
 
     A block's data are fetched where they are used, so that what a client does with them more than
     once finds them in the processor's cache, and no copy of the cohort's data is made. Where
@@ -97,38 +98,47 @@ def map_clients(
     clients = jax.tree.leaves(data)[0].shape[0]
     rows = rows or (isinstance(cohort, np.ndarray) and len(cohort) == clients)
     if setting.mesh is not None:
-        return _on_each_device(function, cohort, data, setting, rows)
+        return _on_each_device(together, cohort, data, setting, rows)
     at_once = setting.clients_at_once
     if at_once is None:
         at_once = _block(data, len(cohort))
-    if at_once is not None:
+    who = jnp.asarray(cohort)
+    if at_once is None and rows:
+        return together(who, *data)
 
-        def one(client: tuple[Any, Any]) -> PyTree:
-            index, place = client
-            return function(index, *jax.tree.map(lambda leaf: leaf[place], data))
+    def some(who: Array, places: Array) -> PyTree:
+        return together(who, *jax.tree.map(lambda leaf: leaf[places], data))
 
-        who = jnp.asarray(cohort)
-        return lax.map(one, (who, jnp.arange(len(who)) if rows else who), batch_size=at_once)
-    if not rows:
-        data = jax.tree.map(lambda leaf: leaf[cohort], data)
-    return jax.vmap(function)(jnp.asarray(cohort), *data)
+    both = who, jnp.arange(len(who)) if rows else who
+    if at_once is None or at_once >= len(who):
+        return some(*both)
+    blocks = len(who) // at_once
+    most = blocks * at_once
+    found = lax.map(lambda b: some(*b), [x[:most].reshape(blocks, at_once) for x in both])
+    found = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    if most == len(who):
+        return found
+    last = some(*(x[most:] for x in both))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last)
 
 
 def _on_each_device(
-    function: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool
+    together: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool
 ) -> PyTree:
-    """An equal part of the cohort on each device; the last client fills up the last part."""
+    """An equal part of the cohort on each device. The last client fills up the last part, under a
+    number that no client has."""
     mesh, count = setting.mesh, len(cohort)
     assert mesh is not None
     places = np.minimum(np.arange(count + -count % mesh.size), count - 1)
     who = jnp.asarray(cohort)[places]
+    found = places if rows else who
+    who = jnp.where(np.arange(len(places)) < count, who, np.iinfo(np.int32).max)
     if not rows or len(places) > count:
-        found = places if rows else who
         data = jax.tree.map(lambda leaf: leaf[found], data)
     alone = dataclasses.replace(setting, mesh=None)
 
     def part(who: Any, data: PyTree) -> PyTree:
-        return map_clients(function, who, data, alone, rows=True)
+        return map_clients(together, who, data, alone, rows=True)
 
     def parts(leaf: Array) -> Array:
         return leaf.reshape(mesh.size, -1, *leaf.shape[1:])
@@ -154,26 +164,26 @@ def client_values(
     setting: Setting | None = None,
     gradient: bool = False,
 ) -> dict[str, PyTree]:
-    """`problem.values` of each client, where the clients are numbered from `first` on; and
-    the gradient of its objective, if asked for."""
+    """`problem.values` of each client, where the clients are numbered from `first` on. If asked
+    for, `gradient` has sums of gradients of their objectives, one row a block of clients: so that
+    there is none for each client."""
 
-    def look(index: Any, samples: Samples) -> dict[str, PyTree]:
-        own = None if key is None else jax.random.fold_in(key, index)
+    def look(w: Float[Array, " d"], index: Any, samples: Samples) -> dict[str, PyTree]:
+        own = None if key is None else jax.random.fold_in(key, first + index)
+        return problem.values(w, samples, own)
 
-        def values(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
-            found = problem.values(w, samples, own)
-            return found["objective"], found
+    def together(indices: Int[Array, " b"], samples: Samples) -> dict[str, PyTree]:
+        def total(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
+            found = jax.vmap(look, in_axes=(None, 0, 0))(w, indices, samples)
+            return jnp.sum(jnp.where(indices < problem.n, found["objective"], 0)), found
 
         if not gradient:
-            return values(w)[1]
-        slope, found = jax.grad(values, has_aux=True)(w)
-        return found | {"gradient": slope}
-
-    def numbered(index: Any, samples: Samples) -> dict[str, PyTree]:
-        return look(first + index, samples)
+            return total(w)[1]
+        slope, found = jax.grad(total, has_aux=True)(w)
+        return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(numbered, everyone, (problem.samples,), setting or Setting())
+    return map_clients(together, everyone, (problem.samples,), setting or Setting())
 
 
 def evaluate(
@@ -195,25 +205,44 @@ def evaluate(
     return found
 
 
+class _Fixed:
+    """What a program is made for. Its hash is computed once, as it is asked for at every call."""
+
+    def __init__(self, *parts: Any):
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Fixed) and self.parts == other.parts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
+    function, structure, others, places = fixed.parts
+    leaves = list(others)
+    for place, array in zip(places, arrays, strict=True):
+        leaves[place] = array
+    return function(*jax.tree.unflatten(structure, leaves), *arguments)
+
+
 def prepared(function: Callable, *fixed: PyTree) -> Callable:
     """`function(*fixed, *arguments)` compiled, for many short calls: what is fixed is taken apart
-    once, where `eqx.filter_jit` would do so in each."""
-    arrays, rest = eqx.partition(fixed, eqx.is_array)
-    leaves, structure = jax.tree.flatten(arrays)
-
-    @jax.jit
-    def program(leaves: list[Array], *arguments: PyTree) -> PyTree:
-        whole = eqx.combine(jax.tree.unflatten(structure, leaves), rest)
-        return function(*whole, *arguments)
-
-    return functools.partial(program, leaves)
+    once, where `eqx.filter_jit` would do so in each. Arrays in it are arguments of the program."""
+    leaves, structure = jax.tree.flatten(fixed)
+    places = tuple(i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray))
+    others = tuple(None if i in places else x for i, x in enumerate(leaves))
+    arrays = [leaves[i] for i in places]
+    return functools.partial(_program, _Fixed(function, structure, others, places), arrays)
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
     """f and g from clients' values at w, and the metrics there."""
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
-        found["squared_gradient"] = jnp.sum(jnp.mean(values["gradient"], axis=0) ** 2)
+        slope = jnp.sum(values["gradient"], axis=0) / len(values["objective"])
+        found["squared_gradient"] = jnp.sum(slope**2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)

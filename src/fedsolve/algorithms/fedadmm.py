@@ -26,6 +26,8 @@ averaging of the z_i^0 belongs to the start: it gives w^0 itself where π_i^0 = 
 All iterations of a round begin at the same w (v^0 = w in (15)), so ∇f_i(w) is computed once. After
 one step the residual (6) is α_i(∇f_i(v) − ∇f_i(w)) − α_i r_i (v − w), of norm at most
 2 α_i r_i ‖v − w‖: where already this is below ε_i, (6) holds and the gradient at v is not needed.
+With s = α_i ∇f_i(w) + π_i such an iteration is w_i = w − s / (α_i r_i + σ_i) and
+s ← s · α_i r_i / (α_i r_i + σ_i): many of them are one multiplication.
 """
 
 from __future__ import annotations
@@ -199,8 +201,10 @@ class FedADMM(Participating):
 
     def improve(self, client: Client, state: Local) -> tuple[Local, Packet]:
         """k_0 iterations (5)-(8); sends how z_i moved."""
-        slope = client.grad(client.w)
+        slope = state.share * client.grad(client.w)
         penalty = jnp.where(state.penalty > 0, state.penalty, 1)
+        first = slope + state.dual  # s
+        ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
         def iterate(k: Any, carry: tuple) -> tuple[Vector, Vector, Number]:
             dual, _, accuracy = carry
@@ -208,8 +212,11 @@ class FedADMM(Participating):
             local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
             return dual + penalty * (local - client.w), local, accuracy
 
-        start = state.dual, client.w, state.accuracy
-        dual, local, accuracy = lax.fori_loop(0, self.local_iterations, iterate, start)
+        dual = jnp.where(ready > 0, shrunk * first - slope, state.dual)
+        local = client.w - last * first / (state.smoothness + penalty)
+        accuracy = state.accuracy * self.decay**ready
+        start = dual, local, accuracy
+        dual, local, accuracy = lax.fori_loop(ready, self.local_iterations, iterate, start)
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
         packet = self.uplink(change, jax.random.fold_in(client.key, 0))
@@ -223,6 +230,26 @@ class FedADMM(Participating):
         )
         return moved, packet
 
+    def without_gradients(
+        self, state: Local, penalty: Number, size: Number
+    ) -> tuple[Int[Array, ""], Number, Number]:
+        """How many iterations need no gradient but the first, from ‖s‖²; and what s has been
+        multiplied by in the last of them, and after it."""
+        factor = state.smoothness / (state.smoothness + penalty)
+
+        def enough(carry: tuple) -> Any:
+            k, _, shrunk, accuracy = carry
+            near = (2 * factor * shrunk) ** 2 * size <= self.decay * accuracy
+            return (k < self.local_iterations) & (near | (self.inner_steps == 1))
+
+        def skip(carry: tuple) -> tuple:
+            k, _, shrunk, accuracy = carry
+            return k + 1, shrunk, factor * shrunk, self.decay * accuracy
+
+        none, one = jnp.zeros_like(penalty), jnp.ones_like(penalty)
+        start = jnp.int32(0), none, one, state.accuracy
+        return lax.while_loop(enough, skip, start)[:3]
+
     def minimise(
         self,
         client: Client,
@@ -233,17 +260,15 @@ class FedADMM(Participating):
         slope: Vector,
         k: Any,
     ) -> Vector:
-        """w_i with (6), by (15) from v = w."""
+        """w_i with (6), by (15) from v = w, where α_i ∇f_i(w) is `slope`."""
         w, curvature = client.w, state.smoothness + penalty
         key = jax.random.fold_in(client.key, k + 1)
 
         def step(v: Vector, residual: Vector) -> Vector:  # (15), in terms of (6)
             return v - residual / curvature
 
-        first = state.share * slope + dual
+        first = slope + dual
         v = step(w, first)
-        if self.inner_steps == 1:
-            return v
         bound = 2 * state.smoothness * jnp.linalg.norm(v - w)
         if self.inner_steps is None:
             most = _enough(jnp.linalg.norm(first), accuracy, state.smoothness, penalty)

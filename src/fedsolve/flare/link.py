@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -152,10 +152,9 @@ class Link:
 
     def publish(self, kind: int, packet: Packet, whole: int) -> None:
         """Remembers a publication, as long as sending it can be worth it."""
-        data = encode({"after": self._names[-1]}, {"packet": packet})
         self._packets.append((kind, jax.tree.map(np.asarray, packet)))
-        self._names.append(hashlib.sha256(data).hexdigest()[:32])
-        while self._packets and sum(size_of(p) for _, p in self._packets) > whole:
+        self._names.append(uuid.uuid4().hex)
+        while self._packets and sum(size_of(p) for _, p in self._packets) >= whole:
             self._packets.pop(0)
             self._names.pop(0)
 

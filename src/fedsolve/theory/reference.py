@@ -70,7 +70,7 @@ def least(problem: Problem) -> float:
     if problem.constraint is not None or not isinstance(problem.domain, WholeSpace):
         raise InvalidInput("The least f is looked for without constraint only; give the optimum.")
     with jax.enable_x64(True):
-        placed = problem.on_device(jnp.float64)
+        placed = problem.on_device()  # data keep their type: no second copy of them is made
 
         def look(y: Vector) -> tuple[float, Vector]:
             value, slope = _value_and_slope(placed, jnp.asarray(y))
@@ -197,7 +197,7 @@ def _look(
 @eqx.filter_jit
 def _value_and_slope(problem: Problem, y: Float[Array, " d"]) -> tuple[Any, Any]:
     found = client_values(problem, y, gradient=True)
-    return jnp.mean(found["objective"]), jnp.mean(found["gradient"], axis=0)
+    return jnp.mean(found["objective"]), jnp.sum(found["gradient"], axis=0) / problem.n
 
 
 def _minimise(look: Any, start: Vector, domain: Any) -> Vector:
