@@ -8,6 +8,8 @@ differ, 10 parameters, until f − f* is a thousandth of what it was, at most 10
 size (the penalty of FedADMM) is the best of a grid, and 10 of 20 clients take part.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,7 +21,7 @@ STEPS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]
 
 def constrained() -> None:
     problem = fs.problems.neyman_pearson(clients=20)
-    common = {"tolerance": 0.05, "participants": 10}
+    common: dict[str, Any] = {"tolerance": 0.05, "participants": 10}
     algorithms = {
         "FedSGM, hard": fs.FedSGM(0.1, **common, local_steps=5),
         "FedSGM, soft (β = 40)": fs.FedSGM(0.1, **common, local_steps=5, switching=fs.Soft(40.0)),
@@ -51,7 +53,7 @@ def unconstrained() -> None:
     )
     lowest = least(problem)
     target = lowest + 1e-3 * (0.5 * np.mean(outputs**2) - lowest)
-    common = {"participants": 10}
+    common: dict[str, Any] = {"participants": 10}
     algorithms = {
         "FedAvg, 1 local step": fs.FedAvg(0.1, **common),
         "FedAvg, 5 local steps": fs.FedAvg(0.1, **common, local_steps=5),
@@ -66,7 +68,8 @@ def unconstrained() -> None:
     print("|---|---|---|---|---|")
     for name, algorithm in algorithms.items():
         field = "penalty" if isinstance(algorithm, fs.FedADMM) else "step_size"
-        grid = {field: [3.0, 1.0, 0.2, 0.1]} if field == "penalty" else {field: STEPS}
+        values = [3.0, 1.0, 0.2, 0.1] if field == "penalty" else STEPS
+        grid: dict[str, Any] = {field: values}
         runs = fs.sweep(problem, algorithm, 1000, stop=fs.Reached(target), **grid).runs
         reached = [run for run in runs if run.history["objective"][-1] <= target]
         if not reached:
