@@ -145,6 +145,15 @@ def test_the_page_on_runs_works():
     exec(example, {})
 
 
+def test_the_page_on_scale_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks("docs/scale.md"):
+        exec(block, names)
+    assert names["run"].history["objective"][-1] < 0.5 * names["run"].history["objective"][0]
+    assert (tmp_path / "states" / "rows").exists()
+
+
 def test_the_page_on_time_works():
     names = {}
     (example,) = blocks("docs/time.md")

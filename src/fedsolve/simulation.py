@@ -42,10 +42,11 @@ class Simulation(Federation):
 
     def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
         cohort, when, arrived = question.cohort, question.when, self._arrived(question)
-        everyone = isinstance(cohort, np.ndarray) and len(cohort) == self.clients
+        rows = self._rows(cohort)
+        whole = isinstance(rows, slice)
 
         def take(leaf: Array) -> Array:
-            return leaf if everyone else leaf[cohort]
+            return leaf if whole else leaf[rows]
 
         kept: list[bool] = []  # which leaves of the state the method hands back untouched
 
@@ -57,7 +58,7 @@ class Simulation(Federation):
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
             data = self._problem.samples, states
-            return map_clients(jax.vmap(watched), cohort, data, self._setting)
+            return map_clients(jax.vmap(watched), cohort, data, self._setting, rows=whole)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -74,7 +75,7 @@ class Simulation(Federation):
         def put(old: Array, new: Array) -> Array:
             if not (isinstance(arrived, np.ndarray) and arrived.all()):
                 new = jnp.where(arrived.reshape(-1, *[1] * (new.ndim - 1)), new, take(old))
-            return new if everyone else old.at[cohort].set(new)
+            return new if whole else old.at[rows].set(new)
 
         old, structure = jax.tree.flatten(self._states)
         new = jax.tree.leaves(moved)
