@@ -277,6 +277,8 @@ def reproduce(
         out.print(f"Written to {page}: {len(shown)} figures and tables.", markup=False)
     elif name is None or list_all:
         out.print(catalogue_table())
+        out.print("Times are about what 2 quiet cores take. To run one:", markup=False)
+        out.print("  fedsolve reproduce fedsgm/figure-1 --quick", markup=False)
     else:
         with Flag(signal.SIGINT, signal.SIGTERM) as stopped, warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
@@ -331,6 +333,7 @@ def _reproduce(
 
 def catalogue_table() -> Table:
     from fedsolve import reproduce as of
+    from fedsolve.results import plain
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("figure or table", "shows", "state", "quick", "full", "on a GPU"):
@@ -340,7 +343,7 @@ def catalogue_table() -> Table:
         table.add_row(f"[bold]{paper}[/bold]", f"[bold]{text['title']}[/bold]")
         for entry in entries.values():
             if entry.paper_of == paper:
-                missing = entry.note if entry.state != "whole" else ""
+                missing = plain(entry.note) if entry.state != "whole" else ""
                 shows = f"{entry.shows}. [dim]{escape(missing)}[/dim]" if missing else entry.shows
                 table.add_row(entry.name, shows, entry.state, *of.costs(entry))
     return table

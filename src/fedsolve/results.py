@@ -46,9 +46,13 @@ work kept them busy: a quiet machine needs a third of them or less.
 
 
 def page(entry: Entry, summary: Summary) -> str:
-    """A figure's page. Links to the documentation are words there."""
+    """A figure's page."""
     name = papers()[entry.paper_of]["title"].partition(" (")[0]
-    text = f"# {name}, {title(entry)}\n\n{part(entry, summary)}\n"
+    return plain(f"# {name}, {title(entry)}\n\n{part(entry, summary)}\n")
+
+
+def plain(text: str) -> str:
+    """The text with words in place of links to the documentation."""
     return re.sub(r"\[([^]]+)\]\([\w-]+\.md\)", r"\1", text)
 
 

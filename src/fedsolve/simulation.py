@@ -43,10 +43,11 @@ class Simulation(Federation):
 
     def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
         cohort, when, arrived = question.cohort, question.when, self._arrived(question)
-        everyone = isinstance(cohort, np.ndarray) and len(cohort) == self.clients
+        rows = self._rows(cohort)
+        whole = isinstance(rows, slice)
 
         def take(leaf: Array) -> Array:
-            return leaf if everyone else leaf[cohort]
+            return leaf if whole else leaf[rows]
 
         kept: list[bool] = []  # which leaves of the state the method hands back untouched
 
@@ -58,7 +59,7 @@ class Simulation(Federation):
 
         def run(states: PyTree) -> tuple[PyTree, PyTree]:
             data = self._problem.samples, states
-            return map_clients(jax.vmap(watched), cohort, data, self._setting)
+            return map_clients(jax.vmap(watched), cohort, data, self._setting, rows=whole)
 
         if isinstance(when, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
@@ -75,7 +76,7 @@ class Simulation(Federation):
         def put(old: Array, new: Array) -> Array:
             if not (isinstance(arrived, np.ndarray) and arrived.all()):
                 new = jnp.where(arrived.reshape(-1, *[1] * (new.ndim - 1)), new, take(old))
-            return new if everyone else old.at[cohort].set(new)
+            return new if whole else old.at[rows].set(new)
 
         old, structure = jax.tree.flatten(self._states)
         new = jax.tree.leaves(moved)
@@ -252,18 +253,36 @@ def evaluate(
     return found
 
 
+class _Fixed:
+    """What a program is made for. Its hash is computed once, as it is asked for at every call."""
+
+    def __init__(self, *parts: Any):
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Fixed) and self.parts == other.parts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
+    function, structure, others, places = fixed.parts
+    leaves = list(others)
+    for place, array in zip(places, arrays, strict=True):
+        leaves[place] = array
+    return function(*jax.tree.unflatten(structure, leaves), *arguments)
+
+
 def prepared(function: Callable, *fixed: PyTree) -> Callable:
     """`function(*fixed, *arguments)` compiled, for many short calls: what is fixed is taken apart
-    once, where `eqx.filter_jit` would do so in each."""
-    arrays, rest = eqx.partition(fixed, eqx.is_array)
-    leaves, structure = jax.tree.flatten(arrays)
-
-    @jax.jit
-    def program(leaves: list[Array], *arguments: PyTree) -> PyTree:
-        whole = eqx.combine(jax.tree.unflatten(structure, leaves), rest)
-        return function(*whole, *arguments)
-
-    return functools.partial(program, leaves)
+    once, where `eqx.filter_jit` would do so in each. Arrays in it are arguments of the program."""
+    leaves, structure = jax.tree.flatten(fixed)
+    places = tuple(i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray))
+    others = tuple(None if i in places else x for i, x in enumerate(leaves))
+    arrays = [leaves[i] for i in places]
+    return functools.partial(_program, _Fixed(function, structure, others, places), arrays)
 
 
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:

@@ -114,11 +114,7 @@ class Share:
             self._protocol = protocol(self._problem, self._algorithm, total)
             self._total = total
             self._work = {
-                number: prepared(
-                    functools.partial(_work, number, exchange.method),
-                    self._problem,
-                    self._algorithm,
-                )
+                number: prepared(_work, self._problem, self._algorithm, number, exchange.method)
                 for number, exchange in enumerate(self._protocol.exchanges)
             }
 
@@ -277,10 +273,10 @@ class _Entry(types.SimpleNamespace):
 
 
 def _work(
-    number: int,
-    method: str,
     problem: Problem,
     algorithm: Algorithm,
+    number: int,
+    method: str,
     w: Any,
     round: Any,
     seed: Any,
