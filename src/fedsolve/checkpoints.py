@@ -113,9 +113,16 @@ class Checkpoints:
             return done % self._every == 0
         return time.perf_counter() >= self._due
 
-    def write(self, state: State, history: History, seconds: float, stopped: str = "") -> None:
-        """Puts the run on disk. Where that cannot be done, what is there stays, and the run goes
-        on: its user is told."""
+    def write(
+        self,
+        state: State,
+        history: History,
+        seconds: float,
+        stopped: str = "",
+        store: np.ndarray | None = None,
+    ) -> None:
+        """Puts the run on disk; `store` is what a streamed run knows of its clients' rows. Where
+        that cannot be done, what is there stays, and the run goes on: its user is told."""
         head = {
             "format": FORMAT,
             "version": _version(),
@@ -127,7 +134,8 @@ class Checkpoints:
             "history": {name: str(values.dtype) for name, values in history.items()},
         }
         began = time.perf_counter()
-        named = {f"history/{name}": values for name, values in history.items()}
+        named: dict[str, Any] = {f"history/{name}": v for name, v in history.items()}
+        named |= {} if store is None else {"store": store}
         data = wire.encode(head, {"state": state} | named)
         line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
         try:

@@ -82,7 +82,7 @@ class State(eqx.Module):
     memory: PyTree  # and what it remembers for the problem
     participation: PyTree  # what the server remembers of who takes part
     published: Bytes  # all publications so far
-    seen: Bytes  # those that each client has, on a leading axis
+    seen: Bytes | None  # those that each client has, on a leading axis
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
     messages: Bytes  # how many that were
@@ -294,9 +294,15 @@ class Federation:
         times = clock.times(name, cohort, down, _bytes(reply), self.round, seed)
         return times if self.delays is None else times + self.delays[cohort]
 
+    def _rows(self, cohort: Cohort) -> Any:
+        """Where the cohort lies in what there is for each client."""
+        everyone = isinstance(cohort, np.ndarray) and len(cohort) == self.clients
+        return slice(None) if everyone else cohort
+
     def _missed(self, cohort: Cohort) -> UInt32[Array, " m"]:
         """The bytes that bring each of the cohort up to date with w."""
-        seen = jax.tree.map(lambda leaf: leaf[cohort], self._seen)
+        rows = self._rows(cohort)
+        seen = jax.tree.map(lambda leaf: leaf[rows], self._seen)
         return self._published.minus(seen, at_most=self.w.size * self.w.dtype.itemsize)
 
     def _notice(self, values: PyTree, exchange: int, cohort: Cohort, arrived: Flags) -> None:
@@ -312,14 +318,15 @@ class Federation:
 
     def _charge(self, question: Question, arrived: Flags, values: PyTree) -> None:
         """Counts what went down to everyone asked and what came up from those that answered."""
-        cohort, asked = question.cohort, question.asked
-        self.up = self.up.plus(jnp.sum(arrived), _bytes(values) // len(cohort))
+        rows, asked = self._rows(question.cohort), question.asked
+        self.up = self.up.plus(jnp.sum(arrived), _bytes(values) // len(question.cohort))
         self.down = self.down.plus(jnp.sum(asked), _bytes(question.message))
-        self.down = self.down.plus_all(jnp.where(asked, self._missed(cohort), np.uint32(0)))
+        missed = self._missed(question.cohort)
+        self.down = self.down.plus_all(jnp.where(asked, missed, np.uint32(0)))
         self.messages = self.messages.plus(jnp.sum(asked), 1).plus(jnp.sum(arrived), 1)
         # The server learns that a client is up to date from its answer, not from having asked.
         self._seen = jax.tree.map(
-            lambda all, new: all.at[cohort].set(jnp.where(arrived, new, all[cohort])),
+            lambda all, new: all.at[rows].set(jnp.where(arrived, new, all[rows])),
             self._seen,
             self._published,
         )

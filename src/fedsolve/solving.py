@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import equinox as eqx
@@ -45,6 +46,7 @@ from fedsolve.simulation import (
     compiled_start,
 )
 from fedsolve.stopping import Stop, check_stop, for_problem
+from fedsolve.streaming import Stream
 
 Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
@@ -70,12 +72,16 @@ def solve(
     follow: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
     devices: Any = None,
+    store: Any = None,
 ) -> Run:
     """Runs the algorithm for that many rounds, or until a rule says that it is enough.
 
     - `evaluate_every`: the objective, the constraint and the metrics are computed over all clients
       after every so many rounds, and after the last.
-    - `runtime`: `"compiled"`, or `"debug"` (clients one by one, nothing compiled).
+    - `runtime`: `"compiled"`, `"debug"` (clients one by one, nothing compiled), or `"streamed"`:
+      clients' data (memory-mapped arrays, say) and states stay outside, and only a cohort is on the
+      device at a time. `store` is the folder for the states, or any mutable mapping from numbers
+      to bytes; a temporary folder if None.
     - `precision`: `"float32"` or `"float64"`; by default as JAX is set (float32).
     - `clients_at_once`: how many clients are computed together; by default all, or as many as the
       processor's cache holds where their data are large.
@@ -100,11 +106,13 @@ def solve(
     the `run` up to there. `ProcessLost` where another process of the run ended.
     """
     check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop, clock)
-    if runtime not in ("compiled", "debug"):
-        raise InvalidInput(f'runtime must be "compiled" or "debug", got {runtime!r}.')
+    if runtime not in ("compiled", "debug", "streamed"):
+        raise InvalidInput(f'runtime must be "compiled", "debug" or "streamed", got {runtime!r}.')
     mesh = mesh_of(devices)
-    if mesh is not None and runtime == "debug":
-        raise InvalidInput("The debug runtime asks clients one by one, on one device.")
+    if mesh is not None and runtime != "compiled":
+        raise InvalidInput(f"Several devices are for the compiled runtime, not for {runtime!r}.")
+    if runtime == "streamed":
+        _check_streamed(checkpoint, resume, store)
     followed = as_follow(follow)
     stop = for_problem(stop, problem)
     if checkpoint_every is not None:
@@ -137,16 +145,25 @@ def solve(
         setting = Setting(arrivals, clients_at_once, stop, followed, clock, mesh)
         setting, tuned = as_device_array(setting, dtype), numbers_on_device(algorithm, dtype)
         words = jax.random.key_data(jax.random.key(seed))
-        if mesh is None:
+        stream = None
+        if runtime == "streamed":
+            place = stack.enter_context(TemporaryDirectory()) if store is None else store
+            placed, stream = problem, Stream(problem, tuned, setting, place, dtype)
+        elif mesh is None:
             placed = problem.on_device(dtype)
         else:
             placed = spread(problem.on_host(dtype), problem_specs(problem, mesh))
             setting, tuned, words = copied((setting, tuned, words), mesh)
-        start = jax.block_until_ready(compiled_start(placed, tuned, words, setting))
+        if stream is not None:
+            start = stream.start(words)
+        else:
+            start = jax.block_until_ready(compiled_start(placed, tuned, words, setting))
         chunks: list[History] = []
         if isinstance(saved, Checkpoint):
             saved.check(identity)
             state = saved.state(start)
+            if stream is not None:
+                stream.resume(state, saved.arrays["store.0"])
             if saved.round > rounds:
                 raise InvalidInput(f"{saved.path} has done {saved.round} of {rounds} rounds.")
             began -= saved.seconds
@@ -165,6 +182,8 @@ def solve(
         def advance(state: State, spans: Spans) -> tuple[State, History, bool]:
             if runtime == "debug":
                 after, entries = debug.advance(placed, tuned, state, spans, setting)
+            elif stream is not None:
+                after, entries = stream.advance(state, spans)
             else:
                 after, entries = compiled_advance(placed, tuned, state, padded(spans), setting)
             spans, stopped = until_stopped(entries, spans)
@@ -179,10 +198,14 @@ def solve(
                 return
             state, seconds = whole(state), time.perf_counter() - began
             if keeper is not None:
-                keeper.write(state, joined(chunks), seconds, ended if stopped else "")
+                rows = None if stream is None else stream.store.save()
+                keeper.write(state, joined(chunks), seconds, ended if stopped else "", rows)
 
         def name(fault: _Fault, spans: Spans) -> str:
-            if fault.quantity:
+            if stream is not None:  # clients' data are not here to look again
+                reply = f"client {fault.client}'s reply" if fault.client >= 0 else "w"
+                what = f"the {fault.quantity}" if fault.quantity else reply
+            elif fault.quantity:
                 bad, _, _ = advance(state, _until(spans, fault.round))
                 what = _whose(placed, bad, fault.quantity)
             elif fault.exchange >= 0:
@@ -240,6 +263,13 @@ def _together(checkpoint: str | Path | None) -> Iterator[None]:
         if checkpoint is not None:
             rest = f"start all of them again with resume={str(checkpoint)!r} to go on"
         raise ProcessLost(f"Another process of this run was lost; {rest}. ({reason})") from error
+
+
+def _check_streamed(checkpoint: Any, resume: Any, store: Any) -> None:
+    if checkpoint is not None and store is None:
+        raise InvalidInput("A checkpoint of a streamed run needs a store that stays: give store.")
+    if isinstance(resume, State):
+        raise InvalidInput("A streamed run goes on from its checkpoint; a state has no clients.")
 
 
 def _ctrl_c() -> Flag:

@@ -1,0 +1,262 @@
+"""The streamed runtime: clients' data and states stay on disk, and only a cohort is on the device.
+
+A round is one compiled program over the rows of its cohort. Who that is, is found before: the
+algorithm's round is followed up to its first question. While a round computes, the rows of the
+next cohort are fetched. It may turn out to be another one (where drawing depends on the answers);
+then it is fetched again. So memory is that of two cohorts, whatever the number of clients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
+
+from fedsolve.algorithm import Algorithm
+from fedsolve.errors import InvalidInput
+from fedsolve.federation import Cohort, Federation, State
+from fedsolve.problem import Problem
+from fedsolve.replies import Replies
+from fedsolve.setting import Setting
+from fedsolve.simulation import Simulation, client_values, combined
+from fedsolve.stopping import wants_gradient
+from fedsolve.store import Store
+
+BLOCK = 2**26  # bytes of clients' data that are evaluated in one piece
+
+
+class _Asked(Exception):
+    def __init__(self, cohort: Cohort):
+        self.cohort = cohort
+
+
+class _Plan(Federation):
+    """Follows a round up to its first question."""
+
+    def __init__(self, problem: Problem, state: State, clients: int):
+        super().__init__(problem, state)
+        self._clients = clients
+
+    @property
+    def clients(self) -> int:
+        return self._clients
+
+    def ask(
+        self, method: Callable, cohort: Cohort, message: PyTree = None, when: Any = True
+    ) -> Replies:
+        raise _Asked(cohort)
+
+
+class Streamed(Simulation):
+    """A federation whose problem and state have the rows of one cohort."""
+
+    def __init__(self, problem: Problem, state: State, setting: Setting, clients: int):
+        super().__init__(problem, state, setting)
+        self._clients = clients
+        self.cohort: Any = None
+
+    @property
+    def clients(self) -> int:
+        return self._clients
+
+    def _rows(self, cohort: Cohort) -> Any:
+        if self.cohort is None:
+            self.cohort = cohort
+        if self.cohort is not cohort:
+            raise InvalidInput(_ONE)
+        return slice(None)
+
+
+_ONE = (
+    "The streamed runtime holds one cohort a round, drawn before anyone is asked; this algorithm "
+    "asks others as well (all clients, or candidates)."
+)
+
+
+@eqx.filter_jit
+def _planned(problem: Problem, algorithm: Algorithm, state: State, clients: int) -> Cohort:
+    try:
+        _Plan(problem, state, clients).play(algorithm)
+    except _Asked as asked:
+        if isinstance(asked.cohort, np.ndarray):
+            raise InvalidInput(_ONE) from None
+        return asked.cohort
+    raise InvalidInput("This algorithm asks nobody.")
+
+
+@eqx.filter_jit
+def _played(
+    problem: Problem,
+    algorithm: Algorithm,
+    state: State,
+    cohort: Int[Array, " m"],
+    setting: Setting,
+    clients: int,
+) -> tuple[State, dict[str, Any], Bool[Array, ""]]:
+    fed = Streamed(problem, state, setting, clients)
+    after, info = fed.play(algorithm)
+    return after, info, jnp.all(fed.cohort == cohort)
+
+
+@eqx.filter_jit
+def _looked(
+    problem: Problem, w: Float[Array, " d"], state: State, first: Any, setting: Setting
+) -> dict[str, PyTree]:
+    return client_values(problem, w, state.evaluation_key, first, setting)
+
+
+_combined = eqx.filter_jit(combined)
+
+
+class Stream:
+    """A run over clients that are not in memory. `problem` is as the user gave it."""
+
+    def __init__(
+        self, problem: Problem, algorithm: Algorithm, setting: Setting, place: Any, dtype: Any
+    ):
+        if setting.follow or wants_gradient(setting.stop):
+            raise InvalidInput("The streamed runtime follows f, g and the metrics only.")
+        self._whole, self._dtype, self._setting = problem, dtype, setting
+        self._algorithm, self.clients = algorithm, problem.n
+        self._rest = _with_samples(problem, None).on_device(dtype)  # all but clients' data
+        self._pool = ThreadPoolExecutor(1)
+        self._place = place
+        self._one = self._problem(self._data(np.zeros(1, int)))
+        self._waiting: tuple[np.ndarray, Future] | None = None  # the next cohort, as it seems
+        self._written = np.zeros(0, np.int32)  # since that was fetched
+        self._at = 0  # the round of what the store holds
+        self.store: Store
+
+    def start(self, words: UInt32[Array, " words"]) -> State:
+        """The state before the first round, without any client's."""
+        key, timed = jax.random.wrap_key_data(words), self._setting.clock is not None
+        state = State.start(self._one, self._algorithm, key, 1, timed)
+        participation = self._algorithm.init_participation(state.w, self.clients)
+        own, self._shape = jax.tree.flatten((state.clients, state.memory, state.seen))
+        fields = [(f"f{i}", leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(own)]
+        first = np.zeros((), np.dtype(fields))
+        for (name, _, _), leaf in zip(fields, own, strict=True):
+            first[name] = np.asarray(leaf)[0]
+        self.store = Store(self._place, first)
+        return _without_clients(dataclasses.replace(state, participation=participation))
+
+    def advance(self, state: State, spans: Any) -> tuple[State, dict[str, Any]]:
+        """As `simulation.advance`, round by round."""
+        if int(state.round) == self._at:
+            self.store.hold("last call")
+        else:  # the rounds since the last call are to be done again
+            self.store.go_back("last call")
+            self._waiting = None
+        entries = []
+        for start, stop, look in spans:
+            info: dict[str, Any] = {}
+            for _ in range(start, stop):
+                state, info = self._round(state)
+            entry = info | (self._evaluate(state) if look else self._nothing(state))
+            if self._setting.stop is not None:
+                entry["stopped"] = np.asarray(look > 0 and self._setting.stop(entry), bool)
+            entries.append(entry)
+            if entry.get("stopped"):
+                break
+        self._at = int(state.round)
+        return state, jax.tree.map(lambda *leaves: np.stack(leaves), *entries)
+
+    def resume(self, state: State, saved: np.ndarray) -> None:
+        """Goes on from what a checkpoint has of the store."""
+        self.store.load(saved)
+        self._at = int(state.round)
+
+    def _round(self, state: State) -> tuple[State, dict[str, Any]]:
+        cohort = self._cohort(state)
+        data, rows = self._fetched(cohort)
+        own = [jnp.asarray(rows[name]) for name in rows.dtype.names or ()]
+        clients, memory, seen = jax.tree.unflatten(self._shape, own)
+        now = dataclasses.replace(state, clients=clients, memory=memory, seen=seen)
+        guess = self._cohort(dataclasses.replace(state, round=state.round + 1))
+        self._waiting = guess, self._pool.submit(self._fetch, guess)
+        problem, who = self._problem(data), jnp.asarray(cohort)
+        after, info, agree = _played(
+            problem, self._algorithm, now, who, self._setting, self.clients
+        )
+        moved = np.zeros(len(cohort), rows.dtype)
+        leaves = jax.tree.leaves((after.clients, after.memory, after.seen))
+        for name, leaf in zip(rows.dtype.names or (), leaves, strict=True):
+            moved[name] = np.asarray(leaf)
+        self._waiting[1].result()  # a store is read and written by one at a time
+        changed = (_bytes(moved) != _bytes(rows)).any(axis=1)
+        self.store.put(cohort[changed], moved[changed])
+        self._written = cohort[changed]
+        assert bool(agree), "the cohort was drawn otherwise than planned"
+        return _without_clients(after), info
+
+    def _cohort(self, state: State) -> np.ndarray:
+        return np.asarray(_planned(self._one, self._algorithm, state, self.clients))
+
+    def _fetch(self, cohort: np.ndarray) -> tuple[PyTree, np.ndarray]:
+        return self._data(cohort), self.store.take(cohort)
+
+    def _fetched(self, cohort: np.ndarray) -> tuple[PyTree, np.ndarray]:
+        """What was fetched ahead, if it is of this cohort; rows written since are read again."""
+        if self._waiting is None or not np.array_equal(self._waiting[0], cohort):
+            return self._fetch(cohort)
+        data, rows = self._waiting[1].result()
+        if (old := np.isin(cohort, self._written)).any():
+            rows[old] = self.store.take(cohort[old])
+        return data, rows
+
+    def _data(self, cohort: np.ndarray) -> PyTree:
+        """Those clients' data, on the host, of the types that JAX would give them."""
+
+        def rows(leaf: Any) -> np.ndarray:
+            found = np.asarray(leaf[cohort])
+            wanted = found.dtype
+            if self._dtype is not None and jnp.issubdtype(wanted, jnp.floating):
+                wanted = self._dtype
+            return found.astype(jax.dtypes.canonicalize_dtype(wanted), copy=False)
+
+        return jax.tree.map(rows, self._whole.samples)
+
+    def _problem(self, data: PyTree) -> Problem:
+        return _with_samples(self._rest, jax.tree.map(jnp.asarray, data))
+
+    def _evaluate(self, state: State) -> dict[str, Any]:
+        """f and g over all clients, a block of them after the other."""
+        n, leaves = self.clients, jax.tree.leaves(self._whole.samples)
+        each = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape[1:])) for leaf in leaves)
+        size = min(max(BLOCK // max(each, 1), 1), n)
+        found: list[PyTree] = []
+        for first in range(0, n, size):
+            begin = min(first, n - size)  # all blocks have the same size: the last looks back
+            block = self._problem(self._data(np.arange(begin, begin + size)))
+            values = _looked(block, state.w, state, jnp.int32(begin), self._setting)
+            found.append(jax.tree.map(lambda leaf, at=first - begin: np.asarray(leaf)[at:], values))
+        values = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *found)
+        return _combined(self._rest, state.w, values)
+
+    def _nothing(self, state: State) -> dict[str, Any]:
+        """In the form of an evaluation."""
+
+        def look() -> dict[str, Any]:
+            return combined(self._rest, state.w, client_values(self._one, state.w))
+
+        shapes = jax.eval_shape(look)
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _bytes(rows: np.ndarray) -> np.ndarray:
+    return rows.view(np.uint8).reshape(len(rows), -1)
+
+
+def _with_samples(problem: Problem, samples: Any) -> Problem:
+    return eqx.tree_at(lambda p: p.samples, problem, samples, is_leaf=lambda node: node is None)
+
+
+def _without_clients(state: State) -> State:
+    return dataclasses.replace(state, clients=None, memory=None, seen=None)
