@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, damaged or moved: nothing is lost, nothing is overwritten."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -257,7 +258,9 @@ def test_every_algorithm_survives_sigkill(tmp_path):
     while running:
         process, began = subprocess.Popen([sys.executable, script, cut]), time.time()
         while process.poll() is None:
-            fresh = {p for p in cut.glob("*[0-9]") if p.stat().st_mtime > began} - killed
+            fresh = set()
+            with contextlib.suppress(FileNotFoundError):  # it is just being replaced
+                fresh = {p for p in cut.glob("*[0-9]") if p.stat().st_mtime > began} - killed
             if fresh:
                 time.sleep(chance.uniform(0, 0.2))
                 process.kill()

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jaxtyping import Array, Float, Int8
 
 import examples
@@ -87,6 +88,56 @@ def test_the_fedadmm_page_runs(capsys):
         exec(block, names)
     averagings, communications = map(int, capsys.readouterr().out.split())
     assert communications == 2 * averagings < 200
+
+
+TUTORIALS = sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", ["start", *(f"tutorials/{name}" for name in TUTORIALS)])
+def test_the_start_and_the_tutorials_work(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks(f"docs/{page}.md"):
+        exec(block, names)
+
+
+def test_the_papers_lines_are_in_our_files():
+    page = (ROOT / "docs/lines.md").read_text(encoding="utf-8")
+    for section in page.split("\n## ")[1:]:
+        (file,) = re.findall(r"— `(algorithms/\w+\.py)`", section)
+        source = (ROOT / "src/fedsolve" / file).read_text(encoding="utf-8")
+        rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+        quoted = [code for row in rows for code in re.findall(r"`([^`]+)`", row.split("|")[-2])]
+        assert len(quoted) >= len(rows) - 1
+        assert [code for code in quoted if code not in source] == []
+
+
+SAID = (
+    "is not finite; a smaller step may help.",
+    " is not a known ",
+    ", but there are only ",
+    "is not an average over samples (client ",
+    "The downlink must be contractive, as EF21-P needs it: ",
+    "exists and is not empty; choose another folder with --out.",
+    "belongs to another run: ",
+    ": the same numbers",
+    "Another process is working in ",
+    "No checkpoint after round ",
+    " does not answer (",
+)
+
+
+def test_the_errors_that_are_explained_are_those_that_are_raised():
+    page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    files = (ROOT / "src/fedsolve").rglob("*.py")
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert [text for text in SAID if text not in page or text not in source] == []
+
+
+def test_every_page_is_in_the_navigation():
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if page not in listed} == set()
 
 
 def test_the_page_on_runs_works():

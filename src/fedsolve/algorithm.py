@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
@@ -50,7 +51,9 @@ class Algorithm(eqx.Module):
 
     def compression_error(self, server: PyTree, w: Float[Array, " d"]) -> Any:
         """‖x − w‖ / ‖x‖, where the server has an x and clients a compressed copy of it."""
-        x, downlink = getattr(server, "x", None), getattr(self, "downlink", None)
+        alone = isinstance(server, jax.Array) and server.shape == w.shape  # x is all it keeps
+        x = server if alone else getattr(server, "x", None)
+        downlink = getattr(self, "downlink", None)
         if x is None or downlink is None or isinstance(downlink, Identity):
             return None
         return jnp.linalg.norm(x - w) / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)

@@ -149,7 +149,10 @@ def effort(groups: Groups, path: str | Path | None = None) -> Any:
             lowest, highest = zip(*((min(rounds), max(rounds)) for rounds in taken), strict=True)
             axis.fill_between(at, lowest, highest, color=color, alpha=0.2, linewidth=0)
             axis.set(xlabel=names[0], ylabel="Rounds")
-        axis.set_yscale("log")
+        if axis.dataLim.y1 > 5 * axis.dataLim.y0:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(0, 1.1 * axis.dataLim.y1)
         figure.legend(loc="outside right upper")
         if path is not None:
             figure.savefig(path)

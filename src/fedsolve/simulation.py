@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.algorithm import Algorithm
@@ -99,6 +100,9 @@ def map_clients(
     clients = jax.tree.leaves(data)[0].shape[0]
     rows = rows or (isinstance(cohort, np.ndarray) and len(cohort) == clients)
     if setting.mesh is not None:
+        at_once = setting.clients_at_once or _block(data, len(cohort))
+        if not rows and at_once is not None and clients % setting.mesh.size == 0:
+            return _where_they_are(together, jnp.asarray(cohort), data, at_once, setting.mesh)
         return _on_each_device(together, cohort, data, setting, rows)
     at_once = setting.clients_at_once
     if at_once is None:
@@ -146,6 +150,49 @@ def _on_each_device(
 
     each = jax.vmap(part)(*shared(jax.tree.map(parts, (who, data)), mesh))
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], shared(each, mesh))
+
+
+def _where_they_are(
+    together: Callable, cohort: Array, data: PyTree, at_once: int, mesh: Mesh
+) -> PyTree:
+    """Each client of a cohort on the device that has its data: large data stay where they are. All
+    devices make as many blocks as the one with most clients of the cohort."""
+    devices, count = mesh.size, len(cohort)
+    parts = jax.tree.map(lambda leaf: leaf.reshape(devices, -1, *leaf.shape[1:]), data)
+    each = jax.tree.leaves(parts)[0].shape[1]
+    device = np.arange(devices)
+    owned = cohort // each == device[:, None]
+    owners = owned.sum(axis=1)
+    own_first = jnp.argsort(~owned, axis=1, stable=True)  # places in the cohort
+    own_first = jnp.pad(own_first, ((0, 0), (0, at_once)), constant_values=count)
+
+    def some(device: Any, places: Array, real: Array, data: PyTree) -> PyTree:
+        who = cohort[jnp.minimum(places, count - 1)]
+        rows = jnp.where(real, who - device * each, 0)
+        return together(who, *jax.tree.map(lambda leaf: leaf[rows], data))
+
+    def block(number: Any, found: PyTree) -> PyTree:
+        def one(device: Any, places: Array, owners: Any, data: PyTree, found: PyTree) -> PyTree:
+            first = number * at_once
+            places = lax.dynamic_slice_in_dim(places, first, at_once)
+            real = first + np.arange(at_once) < owners
+            new, at = some(device, places, real, data), jnp.where(real, places, count)
+            return jax.tree.map(lambda all, new: all.at[at].set(new), found, new)
+
+        return shared(jax.vmap(one)(device, own_first, owners, parts, found), mesh)
+
+    shape = jax.eval_shape(
+        some, 0, own_first[0, :at_once], own_first[0, :at_once] < count, _first(parts)
+    )
+    nothing = jax.tree.map(lambda s: jnp.zeros((devices, count + 1, *s.shape[1:]), s.dtype), shape)
+    parts = shared(parts, mesh)
+    blocks = -(-jnp.max(owners) // at_once)
+    found = lax.fori_loop(0, blocks, block, shared(nothing, mesh))
+    return jax.tree.map(lambda leaf: leaf[cohort // each, np.arange(count)], found)
+
+
+def _first(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
 def _block(data: PyTree, cohort: int) -> int | None:

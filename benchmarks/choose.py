@@ -1,0 +1,90 @@
+"""What each algorithm needs on two small problems: the tables of docs/choose.md.
+
+    python benchmarks/choose.py
+
+Under a constraint: Neyman-Pearson classification, 20 clients, 10 of them a round, 5 local steps,
+500 rounds, tolerance 0.05. Without one: least squares, 20 clients of 30 samples whose solutions
+differ, 10 parameters, until f − f* is a thousandth of what it was, at most 1000 rounds; the step
+size (the penalty of FedADMM) is the best of a grid, and 10 of 20 clients take part.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import fedsolve as fs
+from fedsolve.theory.reference import least
+
+STEPS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]
+
+
+def constrained() -> None:
+    problem = fs.problems.neyman_pearson(clients=20)
+    common: dict[str, Any] = {"tolerance": 0.05, "participants": 10}
+    algorithms = {
+        "FedSGM, hard": fs.FedSGM(0.1, **common, local_steps=5),
+        "FedSGM, soft (β = 40)": fs.FedSGM(0.1, **common, local_steps=5, switching=fs.Soft(40.0)),
+        "PenaltyFedAvg, ρ = 0.5": fs.PenaltyFedAvg(0.1, **common, local_steps=5, rho=0.5),
+        "PenaltyFedAvg, ρ = 5": fs.PenaltyFedAvg(0.1, **common, local_steps=5, rho=5.0),
+        "IPPConEx, 5 steps": fs.IPPConEx(0.1, **common, steps=5),
+        "FedAvg, no constraint": fs.FedAvg(0.1, participants=10, local_steps=5),
+    }
+    print("| algorithm | f | g | evaluations with g ≤ ε | bytes up | bytes down |")
+    print("|---|---|---|---|---|---|")
+    for name, algorithm in algorithms.items():
+        history = fs.solve(problem, algorithm, rounds=500).history
+        f, g = history["objective"][-100:], history["constraint"][-100:]
+        sizes = [f"{history[f'bytes_{way}_total'][-1] / 1000:.0f} kB" for way in ("up", "down")]
+        within = f"{100 * (g <= 0.05).mean():.0f} %"
+        row = [name, f"{f.mean():.4f}", f"{g.mean():.4f}", within, *sizes]
+        print("| " + " | ".join(row) + " |")
+
+
+def unconstrained() -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((20, 30, 10)) * np.linspace(0.5, 2, 10)
+    solutions = rng.standard_normal(10) + 0.5 * rng.standard_normal((20, 10))
+    outputs = np.einsum("jsd,jd->js", inputs, solutions)
+    problem = fs.Problem(
+        objective=lambda w, data: 0.5 * jnp.mean((data["x"] @ w - data["y"]) ** 2),
+        clients={"x": inputs, "y": outputs},
+        params=np.zeros(10),
+    )
+    lowest = least(problem)
+    target = lowest + 1e-3 * (0.5 * np.mean(outputs**2) - lowest)
+    common: dict[str, Any] = {"participants": 10}
+    algorithms = {
+        "FedAvg, 1 local step": fs.FedAvg(0.1, **common),
+        "FedAvg, 5 local steps": fs.FedAvg(0.1, **common, local_steps=5),
+        "FedProx, 5": fs.FedProx(0.1, **common, local_steps=5, proximity=0.1),
+        "SCAFFOLD, 5": fs.SCAFFOLD(0.1, **common, local_steps=5),
+        "FedDyn, 5": fs.FedDyn(0.1, **common, local_steps=5),
+        "FedAvgAll, 5": fs.FedAvgAll(0.1, **common, local_steps=5),
+        "FedADMM, k_0 = 5": fs.FedADMM(**common, local_iterations=5),
+        "PPBC, everyone": fs.PPBC(0.1),
+    }
+    print("\n| algorithm | best setting | rounds | messages | bytes, both ways |")
+    print("|---|---|---|---|---|")
+    for name, algorithm in algorithms.items():
+        field = "penalty" if isinstance(algorithm, fs.FedADMM) else "step_size"
+        values = [3.0, 1.0, 0.2, 0.1] if field == "penalty" else STEPS
+        grid: dict[str, Any] = {field: values}
+        runs = fs.sweep(problem, algorithm, 1000, stop=fs.Reached(target), **grid).runs
+        reached = [run for run in runs if run.history["objective"][-1] <= target]
+        if not reached:
+            near = min(np.nanmin(run.history["objective"]) for run in runs) - lowest
+            print(f"| {name} | – | not in 1000 ({near / (target - lowest):.1f} of it) | | |")
+            continue
+        best = min(reached, key=lambda run: run.rounds)
+        last = {key: values[-1] for key, values in best.history.items()}
+        size = (last["bytes_up_total"] + last["bytes_down_total"]) / 1000
+        setting = f"{field} {best.settings[field]:g}"
+        print(
+            f"| {name} | {setting} | {best.rounds} | {last['messages_both_ways']} | {size:.0f} kB |"
+        )
+
+
+if __name__ == "__main__":
+    constrained()
+    unconstrained()
