@@ -129,7 +129,8 @@ def test_what_is_no_run_gets_a_sentence(folder, tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
-def test_it_renders_in_a_browser(page, folder):
+def in_a_browser(page):
+    """The document as Chromium has made it; nothing may be said on its console."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no Chromium on this machine")
@@ -138,8 +139,13 @@ def test_it_renders_in_a_browser(page, folder):
         [browser, *words, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120
     )
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-    dom = Tags(done.stdout)
-    assert re.search(r"<title>(.*?)</title>", done.stdout)[1] == "Fedsolve report"
+    return done.stdout
+
+
+def test_it_renders_in_a_browser(page, folder):
+    text = in_a_browser(page)
+    dom = Tags(text)
+    assert re.search(r"<title>(.*?)</title>", text)[1] == "Fedsolve report"
     assert "img" not in {tag for tag, _ in dom.tags}
     assert HOSTILE.replace("&lt;", "<") in "".join(dom.data).replace("&lt;", "<")
     charts = [a.get("data-name") for tag, a in dom.tags if tag == "figure"]
@@ -164,3 +170,26 @@ def test_the_command_writes_the_page(fedsolve, folder, tmp_path):  # noqa: F811
     status, _, told = fedsolve("report", "nothing")
     assert status == 2
     assert "nothing is no folder of a finished run" in told
+
+
+@pytest.mark.slow
+def test_twenty_runs_of_ten_thousand_rounds_stay_drawable(tmp_path):
+    """However long runs are, a line has at most four points for each of its pixels."""
+    (tmp_path / "x").mkdir()
+    rng, rounds = np.random.default_rng(0), np.arange(1, 10_001)
+    config = {"problem": {"kind": "p"}, "algorithm": {"kind": "a"}, "run": {"rounds": 10_000}}
+    config["variants"] = {f"variant {k}": {} for k in range(20)}
+    (tmp_path / "x/config.toml").write_text(tomli_w.dumps(config))
+    (tmp_path / "x/run.json").write_text("{}")
+    table = [
+        {"variant": name, "seed": 0, "round": rounds}
+        | {key: rng.random(10_000).round(4) for key in ("objective", "constraint", "switch")}
+        for name in config["variants"]
+    ]
+    pd.concat(map(pd.DataFrame, table)).to_csv(tmp_path / "x/history.csv", index=False)
+    report([tmp_path / "x"], tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 10_000_000
+    drawn = Tags(in_a_browser(tmp_path / "page.html"))
+    paths = [a["d"] for tag, a in drawn.tags if tag == "path" and a.get("class") != "over"]
+    assert len(paths) == 3 * 20
+    assert max(len(re.findall("[ML]", d)) for d in paths) <= 4 * 600

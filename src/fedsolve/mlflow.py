@@ -50,6 +50,7 @@ class MLflow(Tracker):
             # A thread waits for it, and tries again itself.
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would call home
             from mlflow.tracking import MlflowClient
 
             for name in ("mlflow", "alembic"):
