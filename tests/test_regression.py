@@ -139,3 +139,7 @@ def test_example_5_2_on_qsar():
     assert problem.samples.mask.sum() == 8992
     run = fs.solve(problem, fs.FedADMM(participants=25, local_iterations=10), rounds=10)
     assert run.history["objective"][-1] < np.log(2) / 2
+    scaled = fs.problems.logistic(clients=50, unit_columns=True).samples
+    rows = np.asarray(scaled.values["inputs"], np.float64)[np.asarray(scaled.mask)]
+    squares = (rows**2).sum(axis=0)
+    assert np.allclose(squares[squares > 0], 1, rtol=1e-4)
