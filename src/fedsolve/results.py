@@ -103,7 +103,7 @@ def _heading(column: str) -> str:
     return HEADINGS.get(name, name) + when
 
 
-def _number(column: str, found: Sequence[float], seeds: int = 1) -> str:
+def _number(column: str, found: Sequence[float | int], seeds: int = 1) -> str:
     """Three figures of the middle, with the spread over several seeds to as many decimals."""
     name, unit = column.partition("@")[0], ""
     if name in SHARES:
