@@ -63,8 +63,12 @@ def test_two_processes_survive_the_loss_of_one(two, tmp_path):
         time.sleep(0.1)
     lost.kill()
     told = staying.communicate(timeout=LIMIT)[0]
-    assert "Another process of this run was lost; start all of them again with resume=" in told
-    assert staying.returncode == 1
+    ours = "Another process of this run was lost; start all of them again with resume="
+    jaxs = (
+        "indicates that another task died"  # where a collective hangs, and JAX's heartbeat ends it
+    )
+    assert ours in told or jaxs in told, told
+    assert staying.returncode != 0
 
     rounds = checkpoints.load(file).round + 4
     for process in two(rounds):
