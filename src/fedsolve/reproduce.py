@@ -45,7 +45,7 @@ class Entry:
       small version, and its minutes.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` where it asks for a GPU.
     - `columns` are measures (see `measured`), `paper` its own numbers by variant and measure.
-    - `claims` are pairs: what the paper says of it, and what was found at full size, in bold where
+    - `claims` are pairs: what the paper says of it, and what was found, in bold where
       that is something else.
     """
 

@@ -64,7 +64,7 @@ def part(entry: Entry, summary: Summary, pictures: str = "") -> str:
         parts.append(_numbers(entry, summary["numbers"][name.removesuffix(".png")]))
     if entry.claims:
         rows = [f"| {says} | {found} |" for says, found in entry.claims]
-        parts.append("\n".join(["| the paper | here, at full size |", "|---|---|", *rows]))
+        parts.append("\n".join(["| the paper | what was found |", "|---|---|", *rows]))
     return "\n\n".join([*parts, _made(entry, summary)])
 
 
@@ -177,6 +177,14 @@ def _differences(entries: Mapping[str, Entry]) -> list[tuple[Entry, str, str]]:
     return [(e, says, found) for e in entries.values() for says, found in e.claims if "**" in found]
 
 
+def _lacks(entry: Entry, summary: Summary) -> bool:
+    """Whether rows that the paper has numbers of were not run."""
+    run = {
+        row["variant"] for rows in summary["numbers"].values() for row in rows if "variant" in row
+    }
+    return bool(entry.paper.keys() - run)
+
+
 def whole(kept: Path) -> tuple[str, list[str]]:
     """The page of all figures, and those of which there are results."""
     entries, shown = catalogue(), []
@@ -192,7 +200,7 @@ def whole(kept: Path) -> tuple[str, list[str]]:
             if file.is_file():
                 summary = json.loads(file.read_text(encoding="utf-8"))
                 shown.append(name)
-                here = summary["size"]
+                here = summary["size"] + (", some rows" if _lacks(entry, summary) else "")
                 parts.append(f"{head}\n\n{part(entry, summary, f'{kept.name}/{name}/')}")
             else:
                 here = "not run yet" if entry.experiments else "nothing to run"
