@@ -374,7 +374,10 @@ BAD = {
         lambda: fs.solve(ragged()[0], fs.FedAvg(0.1, availability=[0.5, 0.5]), 2),
         r"probability has shape \(2,\); for 6 clients",
     ),
-    "no trace": (lambda: parts.Trace("nowhere.csv"), "Cannot read the trace nowhere.csv"),
+    "no trace": (
+        lambda: parts.Trace("nowhere.csv"),
+        r"Cannot read the trace from nowhere.csv: .* found\.$",
+    ),
     "not a trace": (lambda: parts.Trace([[2, 0]]), "A trace is a table of 0 and 1"),
     "a short trace": (
         lambda: fs.solve(ragged()[0], fs.FedAvg(0.1, availability=parts.Trace([[1, 0]])), 2),

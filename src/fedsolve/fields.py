@@ -63,7 +63,8 @@ def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"
         table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",")
         table = np.atleast_2d(np.asarray(table, float))
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"Cannot read {name} from {path}: {error}.") from error
+        reason = str(error).rstrip(".")
+        raise InvalidInput(f"Cannot read {name} from {path}: {reason}.") from error
     if table.ndim != 2 or not table.size:
         raise InvalidInput(f"{name} in {path} must be a table: a row a round, a column a client.")
     return table
