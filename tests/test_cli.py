@@ -269,6 +269,7 @@ def test_ctrl_c_saves_the_run(tmp_path):
     assert len(rows(tmp_path / "x/history.csv")) == done
 
 
+@pytest.mark.slow  # reads every dataset; test_reproduce looks at the algorithms
 def test_every_experiment_resolves(fedsolve, monkeypatch):
     monkeypatch.setenv("FEDSOLVE_DATA", str(DATA))
     for scheme in ("http", "https"):  # nothing is downloaded here

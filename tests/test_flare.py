@@ -154,6 +154,7 @@ def kill_job(federation, name):
         process.kill()
 
 
+@pytest.mark.slow  # a job of its own; test_flare_protocol kills sites, too
 def test_a_killed_site_does_not_stop_the_others(federation):
     when(federation, "site-killed", 5, lambda: kill_job(federation, "site-3"))
     told = []
