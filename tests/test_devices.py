@@ -55,6 +55,7 @@ def two(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow  # where a collective hangs, it takes JAX its heartbeat's time to notice
 def test_two_processes_survive_the_loss_of_one(two, tmp_path):
     file = tmp_path / "checkpoint"
     staying, lost = two(rounds=1_000_000)
