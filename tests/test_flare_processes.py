@@ -19,7 +19,7 @@ from fedsolve.flare.link import Link, TooFew
 from fedsolve.flare.server import saved_run, serve
 from fedsolve.flare.site import ANY, Share
 from fedsolve.flare.wire import decode, encode
-from fedsolve.simulation import keep_compiled_programs
+from fedsolve.programs import keep_compiled_programs
 from fedsolve.solving import numbers_on_device, precision_of
 
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}

@@ -185,7 +185,7 @@ def _run_in(
     import fedsolve as fs
     from fedsolve import checkpoints
     from fedsolve.folder import begin, checkpoint_of, save
-    from fedsolve.simulation import keep_compiled_programs
+    from fedsolve.programs import keep_compiled_programs
     from fedsolve.tracking import Tracking
 
     saved: dict[int, checkpoints.Checkpoint] = {}

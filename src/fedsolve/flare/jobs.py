@@ -26,7 +26,7 @@ from fedsolve.flare.link import Link, TooFew
 from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
 from fedsolve.flare.wire import encode
-from fedsolve.simulation import keep_compiled_programs
+from fedsolve.programs import keep_compiled_programs
 from fedsolve.solving import numbers_on_device, precision_of
 
 HOME = "FEDSOLVE_HOME"  # where this machine keeps what must not be lost

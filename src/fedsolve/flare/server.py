@@ -22,8 +22,9 @@ from fedsolve.flare.site import ANY
 from fedsolve.flare.wire import decode, encode, take
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
+from fedsolve.programs import prepared
 from fedsolve.runs import History, Run
-from fedsolve.simulation import client_values, combined, prepared
+from fedsolve.simulation import client_values, combined
 from fedsolve.solving import joined, numbers_on_device, on_host, precision_of, spans_of
 
 

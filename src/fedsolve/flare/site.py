@@ -39,7 +39,8 @@ from fedsolve.flare.wire import (
 )
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
-from fedsolve.simulation import client_values, prepared
+from fedsolve.programs import prepared
+from fedsolve.simulation import client_values
 from fedsolve.solving import numbers_on_device, precision_of
 
 MOST_CLIENTS = 10_000_000

@@ -1,0 +1,57 @@
+"""Compiled programs: kept from one process to the next, and ready for many short calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """Lets this process keep its compiled programs there, and find those of earlier ones. A user
+    who chose a folder by JAX's own setting keeps it."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    with contextlib.suppress(OSError):  # no place for them: compile every time
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class _Fixed:
+    """What a program is made for. Its hash is computed once, as it is asked for at every call."""
+
+    def __init__(self, *parts: Any):
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Fixed) and self.parts == other.parts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
+    function, structure, others, places = fixed.parts
+    leaves = list(others)
+    for place, array in zip(places, arrays, strict=True):
+        leaves[place] = array
+    return function(*jax.tree.unflatten(structure, leaves), *arguments)
+
+
+def prepared(function: Callable, *fixed: PyTree) -> Callable:
+    """`function(*fixed, *arguments)` compiled, for many short calls: what is fixed is taken apart
+    once, where `eqx.filter_jit` would do so in each. Arrays in it are arguments of the program."""
+    leaves, structure = jax.tree.flatten(fixed)
+    places = tuple(i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray))
+    others = tuple(None if i in places else x for i, x in enumerate(leaves))
+    arrays = [leaves[i] for i in places]
+    return functools.partial(_program, _Fixed(function, structure, others, places), arrays)
