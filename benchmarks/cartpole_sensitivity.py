@@ -21,7 +21,8 @@ import pandas as pd
 import fedsolve as fs
 from fedsolve.federation import State
 from fedsolve.simulation import SLOTS, advance
-from fedsolve.solving import numbers_on_device, padded, spans_of
+from fedsolve.solving import numbers_on_device
+from fedsolve.spans import padded, spans_of
 
 AXES = (eqx.if_array(0), eqx.if_array(0), 0)
 BASE = {"step_size": 1.0, "tolerance": 10.0, "beta": 0.05}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +14,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
 from fedsolve import debug
 from fedsolve.algorithm import Algorithm
 from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, load
-from fedsolve.clock import Clock, Seconds, check_clock
+from fedsolve.clock import Clock, check_clock
 from fedsolve.devices import (
     agreed,
     copied,
@@ -32,23 +31,21 @@ from fedsolve.devices import (
     whole,
 )
 from fedsolve.errors import Diverged, Interrupted, InvalidInput, ProcessLost
-from fedsolve.federation import Bytes, State
+from fedsolve.faults import Fault, first_fault, method_of, whose
+from fedsolve.federation import State
 from fedsolve.fields import check_count, check_kind
 from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import History, Run
 from fedsolve.setting import Arrivals, Follow, Setting
 from fedsolve.signals import Flag
 from fedsolve.simulation import (
-    SLOTS,
-    Simulation,
-    client_values,
     compiled_advance,
     compiled_start,
 )
+from fedsolve.spans import Spans, joined, on_host, padded, spans_of, split, until, until_stopped
 from fedsolve.stopping import Stop, check_stop, for_problem
 from fedsolve.streaming import Stream
 
-Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
 SECONDS_A_CHUNK = 0.5  # how long a run may be deaf to Ctrl-C and silent about its progress
 
 
@@ -201,15 +198,15 @@ def solve(
                 rows = None if stream is None else stream.store.save()
                 keeper.write(state, joined(chunks), seconds, ended if stopped else "", rows)
 
-        def name(fault: _Fault, spans: Spans) -> str:
+        def name(fault: Fault, spans: Spans) -> str:
             if stream is not None:  # clients' data are not here to look again
                 reply = f"client {fault.client}'s reply" if fault.client >= 0 else "w"
                 what = f"the {fault.quantity}" if fault.quantity else reply
             elif fault.quantity:
-                bad, _, _ = advance(state, _until(spans, fault.round))
-                what = _whose(placed, bad, fault.quantity)
+                bad, _, _ = advance(state, until(spans, fault.round))
+                what = whose(placed, bad, fault.quantity)
             elif fault.exchange >= 0:
-                method = _exchange(placed, tuned, state, fault)
+                method = method_of(placed, tuned, state, fault)
                 what = f"client {fault.client}'s reply to '{method}'"
             else:
                 what = "w"
@@ -228,11 +225,11 @@ def solve(
                 keep(state)
                 message = f"Stopped by the user after round {int(state.round)} of {rounds}."
                 raise Interrupted(message, run(state, chunks))
-            now, rest = _split(spans, budget)
+            now, rest = split(spans, budget)
             chunk_began = time.perf_counter()
             after, entries, stopped = advance(state, now)
-            if fault := _first_fault(state, after, entries):
-                if len(good := _until(now, fault.good)):
+            if fault := first_fault(state, after, entries):
+                if len(good := until(now, fault.good)):
                     last, entries, _ = advance(state, good)
                     raise Diverged(name(fault, now), run(last, [*chunks, entries]))
                 raise Diverged(name(fault, now), run(state, chunks))
@@ -327,106 +324,6 @@ def precision_of(name: str | None) -> Iterator[Any]:
 def numbers_on_device(algorithm: Algorithm, dtype: Any) -> Algorithm:
     """The algorithm with its numbers as arrays: a new value is then no new compilation."""
     return as_device_array(algorithm, dtype)
-
-
-def spans_of(first: int, rounds: int, every: int) -> Spans:
-    """The spans between evaluations, from round `first` on."""
-    stops = np.append(np.arange((first // every + 1) * every, rounds, every), rounds)
-    starts = np.append(first, stops[:-1])
-    return np.stack([starts, stops, np.ones_like(stops)], axis=1).astype(np.int32)
-
-
-def padded(spans: Spans) -> Spans:
-    """Empty spans up to the number that the program is compiled for."""
-    return np.concatenate([spans, np.zeros((SLOTS - len(spans), 3), np.int32)])
-
-
-def _split(spans: Spans, budget: int) -> tuple[Spans, Spans]:
-    """As many spans as fit one call and so many rounds, the last one cut short if need be."""
-    last = int(spans[0, 0]) + budget
-    now = spans[: min(SLOTS, 1 + int(np.sum(spans[:-1, 1] < last)))].copy()
-    rest = spans[len(now) :]
-    start, stop, look = now[-1]
-    if stop > last:
-        now[-1] = start, last, 0
-        rest = np.concatenate([np.asarray([[last, stop, look]], np.int32), rest])
-    return now, rest
-
-
-def until_stopped(entries: dict[str, Any], spans: Spans) -> tuple[Spans, bool]:
-    """The spans up to the one after which the rule stopped the run, and whether it did."""
-    stopped = np.flatnonzero(np.asarray(entries.pop("stopped", ()))[: len(spans)])
-    return (spans[: stopped[0] + 1], True) if len(stopped) else (spans, False)
-
-
-def on_host(entries: dict[str, Any], spans: Spans) -> History:
-    """What the program wrote, as NumPy arrays of one entry for each evaluation."""
-    looked = spans[:, 2] > 0
-    found: History = {"round": spans[looked, 1].astype(np.int64)}
-    first = [name for name in ("objective", "constraint", "switch") if name in entries]
-    for name in dict.fromkeys([*first, *entries]):
-        values = entries[name]
-        exact = values.exact() if isinstance(values, Bytes | Seconds) else np.asarray(values)
-        found[name] = exact[: len(spans)][looked]
-    return found
-
-
-def joined(chunks: list[History]) -> History:
-    """The chunks one after the other."""
-    return {name: np.concatenate([c[name] for c in chunks]) for name in (chunks or [{}])[0]}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fault:
-    """The first value that is not finite: in which round, and what. `good` rounds can be kept."""
-
-    round: int
-    good: int
-    quantity: str = ""
-    exchange: int = -1
-    client: int = -1
-
-
-def _first_fault(before: State, after: State, entries: History) -> _Fault | None:
-    broken, exchange, client = map(int, after.fault)  # the round counts from 0
-    good = int(before.round)
-    for position, stop in enumerate(entries["round"]):
-        if 0 <= broken < stop:
-            return _Fault(broken + 1, broken, "", exchange, client)
-        for quantity in ("objective", "constraint"):
-            if quantity in entries and not np.isfinite(entries[quantity][position]):
-                return _Fault(int(stop), good, quantity)
-        good = int(stop)
-    return _Fault(broken + 1, broken, "", exchange, client) if broken >= 0 else None
-
-
-def _whose(problem: Problem, state: State, quantity: str) -> str:
-    """Whose part of the objective or the constraint is not finite."""
-    values = client_values(problem, state.w, state.evaluation_key)[quantity]
-    bad = [~np.isfinite(leaf).reshape(problem.n, -1).all(1) for leaf in jax.tree.leaves(values)]
-    clients = np.flatnonzero(np.any(bad, axis=0))
-    return f"client {clients[0]}'s {quantity}" if len(clients) else f"the {quantity}"
-
-
-def _exchange(problem: Problem, algorithm: Algorithm, state: State, fault: _Fault) -> str:
-    """The method behind a faulty exchange: found by tracing a round, as programs keep no names."""
-    names: list[str] = []
-
-    def look(state: State) -> Any:
-        fed = Simulation(problem, state)
-        fed.exchanges = names
-        return fed.play(algorithm)[0].w
-
-    jax.eval_shape(look, state)
-    return names[fault.exchange]
-
-
-def _until(spans: Spans, stop: int) -> Spans:
-    """The part of the spans up to a round, with an evaluation there."""
-    kept = np.asarray([(a, min(b, stop), c) for a, b, c in spans if a < stop], np.int32)
-    kept = kept.reshape(-1, 3)
-    kept[-1:, 2] = 1
-    return kept
 
 
 def _resumed(saved: State, start: State, rounds: int) -> State:

@@ -23,17 +23,8 @@ from fedsolve.problem import Problem, as_device_array
 from fedsolve.runs import Run, Sweep
 from fedsolve.setting import Setting
 from fedsolve.simulation import SLOTS, advance
-from fedsolve.solving import (
-    Spans,
-    as_follow,
-    check_run,
-    joined,
-    numbers_on_device,
-    on_host,
-    padded,
-    precision_of,
-    spans_of,
-)
+from fedsolve.solving import Spans, as_follow, check_run, numbers_on_device, precision_of
+from fedsolve.spans import joined, on_host, padded, spans_of
 from fedsolve.stopping import Stop, for_problem
 
 

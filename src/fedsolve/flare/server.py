@@ -25,7 +25,8 @@ from fedsolve.problem import Problem
 from fedsolve.programs import prepared
 from fedsolve.runs import History, Run
 from fedsolve.simulation import client_values, combined
-from fedsolve.solving import joined, numbers_on_device, on_host, precision_of, spans_of
+from fedsolve.solving import numbers_on_device, precision_of
+from fedsolve.spans import joined, on_host, spans_of
 
 
 class Deployment(Federation):
