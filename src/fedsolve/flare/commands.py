@@ -8,8 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from fedsolve import cli
+from fedsolve import terminal
 from fedsolve.config import Experiment, resolve
+from fedsolve.errors import InvalidInput
 from fedsolve.flare import deploy, engine
 from fedsolve.flare.data import check_data, owners_file
 from fedsolve.folder import new_folder, save
@@ -26,7 +27,7 @@ def local(experiment: Experiment, sites: int, out_dir: str | None) -> int:
 def init(file: str, out_dir: str | None) -> None:
     """Kits, to be carried to their machines by a way that is trusted."""
     for name, kit in deploy.init(Path(file), Path(out_dir or "kits")).items():
-        cli.out.print(f"{name}: {kit}", markup=False, soft_wrap=True)
+        terminal.out.print(f"{name}: {kit}", markup=False, soft_wrap=True)
 
 
 def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
@@ -48,13 +49,13 @@ def _go_on(kit: Path, admin_kit: Path) -> None:
     for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
         run = kept.parent.name
         if not (kept.parent / "done").exists():
-            cli.out.print(f"going on with {run}", markup=False)
+            terminal.out.print(f"going on with {run}", markup=False)
             experiment = resolve(run, json.loads(kept.read_text()))
             try:
                 deploy.supervise(engine.Admin(admin_kit), experiment, run, _say)
-                cli.out.print(f"{run} is done", markup=False)
-            except cli.InvalidInput as error:
-                cli.out.print(f"{run}: {error}", markup=False)
+                terminal.out.print(f"{run} is done", markup=False)
+            except InvalidInput as error:
+                terminal.out.print(f"{run}: {error}", markup=False)
 
 
 def site(kit: str, owners: str) -> int:
@@ -68,12 +69,14 @@ def site(kit: str, owners: str) -> int:
 
 
 def _foreground(process: Any, kit: Path, text: str) -> int:
-    cli.out.print(text)
+    terminal.out.print(text)
     status = deploy.keep_running(
-        process, kit / "output.log", lambda line: cli.out.print(line, markup=False)
+        process, kit / "output.log", lambda line: terminal.out.print(line, markup=False)
     )
     if status:
-        cli.fail(f"The process ended with status {status}; its log is {kit / 'output.log'}.", 1)
+        terminal.fail(
+            f"The process ended with status {status}; its log is {kit / 'output.log'}.", 1
+        )
     return status
 
 
@@ -83,7 +86,9 @@ def submit(experiment: Experiment, kit: str, run: str | None, out_dir: str | Non
     run = run or deploy.new_run()
     folder = new_folder(out_dir, f"{experiment.name}-deployed")
     sites = int(experiment.deploy.get("sites", 1))
-    cli.out.print(f"{run}: the server keeps it in its kit, in fedsolve/runs/{run}", markup=False)
+    terminal.out.print(
+        f"{run}: the server keeps it in its kit, in fedsolve/runs/{run}", markup=False
+    )
     try:
         with _Progress(experiment, sites) as tell:
             job = deploy.supervise(admin, experiment, run, tell, sites)
@@ -93,7 +98,7 @@ def submit(experiment: Experiment, kit: str, run: str | None, out_dir: str | Non
         with contextlib.suppress(OSError):
             (folder / "run.json").unlink()
             folder.rmdir()
-        cli.fail(f"Not followed any more; the job goes on. To follow it: --run {run}", 130)
+        terminal.fail(f"Not followed any more; the job goes on. To follow it: --run {run}", 130)
     admin.close()
     return _write(folder, runs, experiment, "finished")
 
@@ -111,20 +116,20 @@ def ask_admin(what: str, kit: str) -> None:
     admin = engine.Admin(_kit(kit, "fed_admin.json"), timeout=10)
     if what == "stop":
         admin.shut_down()
-        cli.out.print("The server and all sites were told to stop.")
+        terminal.out.print("The server and all sites were told to stop.")
     else:
         for line in admin.overview():
-            cli.out.print(line, markup=False)
+            terminal.out.print(line, markup=False)
     admin.close()
 
 
 def _write(folder: Path, runs: deploy.Runs, experiment: Experiment, status: str) -> int:
     save(folder, runs, experiment.resolved, status)
     if any(runs.values()):
-        cli.out.print(cli.closing_table(runs))
-    cli.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)
+        terminal.out.print(terminal.closing_table(runs))
+    terminal.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)
     if status == "interrupted":
-        cli.fail("Stopped by the user.", 130)
+        terminal.fail("Stopped by the user.", 130)
     return 0
 
 
@@ -133,7 +138,7 @@ class _Progress:
 
     def __init__(self, experiment: Experiment, sites: int):
         rounds = experiment.options["rounds"] * len(experiment.runs)
-        self._bar = cli.Progress(f"{experiment.name}, {sites} sites", rounds)
+        self._bar = terminal.Progress(f"{experiment.name}, {sites} sites", rounds)
         self._each, self._sites = experiment.options["rounds"], sites
 
     def __enter__(self) -> deploy.Tell:
@@ -150,17 +155,17 @@ class _Progress:
             facts = [f"f {news['objective']:.4g}"]
             facts += [f"g {news['constraint']:.4g}"] if "constraint" in news else []
             facts += [f"{len(news['answered'])} sites answered"]
-            facts += [cli.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
+            facts += [terminal.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
             facts += [f"{news['milliseconds']:.0f} ms an exchange"]
             self._bar.say(self._each * news["cell"] + news["round"], "  ".join(facts))
 
 
 def _say(news: dict[str, Any]) -> None:
     if "note" in news:
-        cli.out.print(news["note"], markup=False)
+        terminal.out.print(news["note"], markup=False)
 
 
 def _kit(kit: str, needs: str) -> Path:
     if not Path(kit, "startup", needs).is_file():
-        raise cli.InvalidInput(f"{kit} is not the kit that this needs: it has no startup/{needs}.")
+        raise InvalidInput(f"{kit} is not the kit that this needs: it has no startup/{needs}.")
     return Path(kit).resolve()
