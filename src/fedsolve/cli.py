@@ -1,4 +1,4 @@
-"""The command line: `fedsolve run`, `list`, `show`, `report`, `deploy`."""
+"""The command line: `fedsolve run`, `list`, `show`, `reproduce`, `report`, `deploy`."""
 
 from __future__ import annotations
 
