@@ -86,8 +86,10 @@ def test_a_deployment_is_the_simulation(algorithm, tmp_path):
     run, link = deploy(problem, algorithm, wires, tmp_path / "server", 20)
     expected = fs.solve(problem, algorithm, rounds=20, precision="float64")
     np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
-    assert run.history.keys() == expected.history.keys()
-    for name, values in expected.history.items():
+    # What clients hold back is the sites' own: the server does not know it.
+    assert run.history.keys() == expected.history.keys() - {"uplink_error"}
+    for name in run.history:
+        values = expected.history[name]
         exact = "bytes" in name or name in ("round", "cohort")
         np.testing.assert_allclose(
             run.history[name], values, atol=0 if exact else 1e-10, err_msg=name

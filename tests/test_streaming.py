@@ -18,8 +18,10 @@ def problem():
 
 def assert_same_bits(one, other):
     np.testing.assert_array_equal(one.params, other.params)
-    assert one.history.keys() == other.history.keys()
-    for name, values in other.history.items():
+    # What clients hold back is on disk, and not read for this.
+    assert one.history.keys() == other.history.keys() - {"uplink_error"}
+    for name in one.history:
+        values = other.history[name]
         # Means of g that are only told: XLA adds them up as it pleases.
         close = 3e-7 if name.startswith(("objective", "constraint")) else 0
         np.testing.assert_allclose(one.history[name], values, rtol=close, err_msg=name)

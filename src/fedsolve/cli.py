@@ -354,6 +354,10 @@ def deploy(
     out_dir: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="A new folder for the results.")
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(metavar="mlflow[=ADDRESS]", help="Also tell a tracker."),
+    ] = None,
 ) -> None:
     """Runs an experiment as a real federation over NVIDIA FLARE."""
     try:
@@ -380,13 +384,14 @@ def deploy(
         elif what == "submit":
             experiment = _experiment(_needed(target, "an experiment"), changes, seed)
             admin_kit = _needed(kit, "--kit, the administrator's kit")
-            status = commands.submit(experiment, admin_kit, run_name, out_dir)
+            status = commands.submit(experiment, admin_kit, run_name, out_dir, track or [])
         elif what in ("status", "stop"):
             commands.ask_admin(what, _needed(kit, "--kit, the administrator's kit"))
         else:
             words = "--local N, or one of init, server, site, submit, status, stop"
             sites = _needed(local, words)
-            status = commands.local(_experiment(what, changes, seed), sites, out_dir)
+            experiment = _experiment(what, changes, seed)
+            status = commands.local(experiment, sites, out_dir, track or [])
     except InvalidInput as error:
         status = 2
         err.print("Error:", str(error), style="bold red", markup=False, soft_wrap=True)
