@@ -192,8 +192,7 @@ def _run_in(
         tracking = Tracking(folder, track, experiment, tell)
     except OSError as error:
         raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
-    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    keep_compiled_programs(Path(cache, "fedsolve", "programs"))
+    keep_compiled_programs()
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
     status, message, code, number = "finished", "", 0, 0
     try:
