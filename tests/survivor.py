@@ -68,20 +68,20 @@ def survive(place: Path, name: str, kills: int, seed: int = 0) -> Counter:
     whole, cut = place / "whole", place / "cut"
     for folder in (whole, cut):
         folder.mkdir(parents=True)
-    began = time.monotonic()
     expected = to_the_end(whole)
-    usual = time.monotonic() - began  # how long it takes to start, and a little more
     chance, counts = random.Random(seed), Counter()
+    start_up = 0.0  # how long it took at last until the first checkpoint
     for _ in range(kills):
         before, half = _written(cut / "run"), _written(cut / "run.new")  # left by an earlier kill
         began = time.monotonic()
         process = start(cut, 1)
-        early = chance.random() < STARTING
-        moment = began + chance.uniform(0, usual) if early else began + 300
+        early = start_up > 0 and chance.random() < STARTING
+        moment = began + (chance.uniform(0, start_up) if early else 300)
         while time.monotonic() < moment:
             assert process.exitcode is None, f"{name} ended too early: {process.exitcode}"
             if not early and _written(cut / "run") != before:
-                early, moment = True, time.monotonic() + chance.uniform(0, AFTERWARDS)
+                early, start_up = True, time.monotonic() - began
+                moment = began + start_up + chance.uniform(0, AFTERWARDS)
             time.sleep(0.001)
         process.kill()
         process.join(60)
