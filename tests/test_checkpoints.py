@@ -1,6 +1,5 @@
 """Runs that are killed, stopped, damaged or moved: nothing is lost, nothing is overwritten."""
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -19,6 +18,7 @@ import pytest
 
 import examples
 import fedsolve as fs
+import survivor
 from fedsolve import checkpoints, folder
 from test_cli import fedsolve  # noqa: F401
 from test_conformance import ALGORITHMS
@@ -249,33 +249,12 @@ def test_two_processes_cannot_work_in_one_folder(fedsolve, tmp_path):  # noqa: F
 
 
 @pytest.mark.slow
-def test_every_algorithm_survives_sigkill(tmp_path):
-    """One process runs them all, and is killed once in the midst of each."""
-    script = Path(__file__).with_name("survivor.py")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for place in (whole, cut):
-        place.mkdir()
-    subprocess.run([sys.executable, script, whole], check=True, timeout=900)
-    chance, killed, running = random.Random(0), set(), True
-    while running:
-        process, began = subprocess.Popen([sys.executable, script, cut]), time.time()
-        while process.poll() is None:
-            fresh = set()
-            with contextlib.suppress(FileNotFoundError):  # it is just being replaced
-                fresh = {p for p in cut.glob("*[0-9]") if p.stat().st_mtime > began} - killed
-            if fresh:
-                time.sleep(chance.uniform(0, 0.2))
-                process.kill()
-                killed |= fresh
-            time.sleep(0.005)
-        assert process.returncode in (0, -signal.SIGKILL)
-        running = process.returncode != 0
-    assert len(killed) == len(ALGORITHMS) == len(list(cut.glob("*.npz")))
-    for number, name in enumerate(ALGORITHMS):
-        one, other = np.load(cut / f"{number}.npz"), np.load(whole / f"{number}.npz")
-        assert one.files == other.files
-        for key in one.files:
-            np.testing.assert_array_equal(one[key], other[key], err_msg=f"{name}: {key}")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_survives_sigkill(name, tmp_path):
+    """Thirty kills of each, unless FEDSOLVE_KILLS says otherwise."""
+    kills = int(os.environ.get("FEDSOLVE_KILLS", "30"))
+    counts = survivor.survive(tmp_path, name, kills)
+    assert counts.total() == kills
 
 
 def test_resumed_one_by_one_the_numbers_are_the_same(task, tmp_path):

@@ -1,23 +1,37 @@
 """What the documents show must work as it stands there."""
 
 import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
+import tomli_w
+import typer
 from jaxtyping import Array, Float, Int8
 
 import examples
 import fedsolve as fs
+from fedsolve import cli, config, reproduce
+from fedsolve.flare.data import check_data
+from test_cli import fedsolve  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 
 
-def blocks(name):
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+def blocks(name, language="python"):
+    """A page's blocks of code in that language; they may stand in a list."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in found]
 
 
 def test_the_readmes_example_runs(tmp_path, monkeypatch, capsys):
@@ -172,3 +186,158 @@ def test_the_page_on_images_works(tmp_path, monkeypatch, capsys):
         exec(block, names)
     assert 0 <= float(capsys.readouterr().out) <= 1
     assert names["other"].head.weight.shape == (7, 32)
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    """Where a page runs hundreds of rounds, which take minutes, its block runs as it stands for
+    three."""
+    solve = fs.solve
+    monkeypatch.setattr(fs, "solve", lambda *a, rounds, **o: solve(*a, rounds=min(rounds, 3), **o))
+
+
+@examples.needs_data("mnist")
+def test_the_page_on_data_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSOLVE_DATA", str(examples.DATA))
+    names = {}
+    for block in blocks("docs/data.md"):
+        exec(block, names)
+    assert sum(map(len, names["parts"])) == 60_000
+    assert (tmp_path / "who-has-what.png").stat().st_size > 10_000
+
+
+@examples.needs_data("adult")
+def test_the_page_on_fairness_works(monkeypatch, few_rounds):
+    monkeypatch.setenv("FEDSOLVE_DATA", str(examples.DATA))
+    names = {}
+    (example,) = blocks("docs/fairness.md")
+    exec(example, names)
+    assert names["run"].rounds == 3
+
+
+@pytest.mark.slow  # CartPole compiles for longer than CI has; tests/test_cartpole.py runs the like
+def test_the_page_on_cartpole_works(few_rounds):
+    names = {}
+    (example,) = blocks("docs/cartpole.md")
+    exec(example, names)
+    assert np.isfinite(names["run"].history["reward"]).all()
+
+
+def test_the_page_on_problems_works():
+    """Its functions and data are the reader's own: here a least-squares problem's."""
+    own = examples.least_squares().samples.values
+    names = {"f": examples.quadratic, "g": examples.half_space, "data": own, "w0": np.zeros(5)}
+    any_problem, network = blocks("docs/problems.md")
+    exec(any_problem, names)
+    assert names["problem"].n == 6
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((3, 20, 30)), rng.integers(0, 2, (3, 20))
+    names |= {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+    exec(network, names)
+    assert names["run"].history["objective"][-1] < names["run"].history["objective"][0]
+
+
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+)
+
+
+def test_every_page_with_python_is_run():
+    """By a test of its own, here or in the tests of its topic, or with the tutorials."""
+    tests = "".join(p.read_text(encoding="utf-8") for p in Path(__file__).parent.glob("test_*.py"))
+    run = {*re.findall(r'blocks\("([^"]+)"\)', tests), "docs/start.md"}
+    run |= {f"docs/tutorials/{name}.md" for name in TUTORIALS}
+    assert {page for page in PAGES if blocks(page)} == run
+
+
+def commands_of(page):
+    """The commands of a page's shell blocks, as words, without what is set up around them."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    found = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+    return [[words[0].removeprefix(".venv/bin/"), *words[1:]] for words in found if words]
+
+
+ELSEWHERE = {
+    "python3": "CI itself runs the README's",
+    "pip": "it needs a network",
+    "pytest": "CI itself runs it",
+    "export": "it is for the commands below it",
+    "uvx": "it needs a network",
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")])
+def test_commands_that_are_shown_exist(page):
+    """Their options are known, and what they name is there. They are not run here: those that take
+    seconds are run by the next test and by tests/test_cli.py, test_checkpoints.py, test_tracking.py
+    and test_flare.py with fewer rounds; the others take minutes, data or several machines."""
+    commands = typer.main.get_command(cli.app).commands
+    for command, *words in commands_of(page):
+        if command == "python":
+            assert (ROOT / words[0]).is_file()
+        elif command == "fedsolve":
+            name, *rest = words
+            told = commands[name].make_context(name, list(rest)).params
+            if name in ("run", "show") and told["name"] is not None:
+                check_experiment(told["name"], told["set"])
+            elif name == "deploy" and (told["local"] or told["what"] == "submit"):
+                check_experiment(told["target"] or told["what"], told["set"])
+            elif name == "reproduce" and told["name"] is not None:
+                reproduce.find(told["name"])
+        else:
+            assert command in ELSEWHERE, words
+
+
+def check_experiment(name, changes):
+    if not name.isupper() and not name.endswith(".toml"):  # else it is the reader's own
+        table = config.read(name)
+        for change in changes or []:
+            table = config.override(table, change)
+
+
+def test_the_first_commands_work(fedsolve, tmp_path):  # noqa: F811
+    """Those of the start page, one after the other, as they stand there."""
+    for command, *words in commands_of("docs/start.md"):
+        if command == "fedsolve":
+            status, _, told = fedsolve(*words)
+            assert status == 0, told
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {
+        "neyman-pearson",
+        "neyman-pearson-2",
+    }
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_files_that_are_shown_are_understood(tmp_path):
+    """Whole experiments, parts of one, federations, and what a site's owner writes."""
+    shown = [tomllib.loads(block) for page in PAGES for block in blocks(page, "toml")]
+    assert len(shown) >= 5
+    for table in shown:
+        if "sites" in table:
+            assert table.keys() == {"server", "port", "sites"}
+        elif "data" in table:
+            (tmp_path / "site.toml").write_text(tomli_w.dumps(table))
+            check_data(tmp_path / "site.toml")
+        else:
+            config.resolve("shown", config.read("neyman-pearson") | table)
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_deployment_works(tmp_path):
+    """Its file and its commands, as they stand there: a simulation, and a real federation."""
+    pytest.importorskip("nvflare")
+    (file,) = blocks("docs/tutorials/deploy.md", "toml")
+    (tmp_path / "trial.toml").write_text(file)
+    for command, *words in commands_of("docs/tutorials/deploy.md"):
+        assert command == "fedsolve"
+        done = [sys.executable, "-m", "fedsolve", *words]
+        subprocess.run(done, cwd=tmp_path, check=True, timeout=300)
+    one, other = (
+        pd.read_csv(tmp_path / f"runs/{n}/history.csv") for n in ("trial", "trial-deployed")
+    )
+    for name in other:
+        np.testing.assert_allclose(one[name], other[name], atol=1e-10, err_msg=name)
+    assert (tmp_path / "both.html").exists()

@@ -206,3 +206,17 @@ def test_messages_and_what_a_compressed_downlink_loses_are_in_the_history():
         "compression_error"
         not in fs.solve(examples.least_squares(), fs.FedSGM(0.05, 0.1), rounds=1).history
     )
+
+
+@pytest.mark.parametrize("runtime", ["compiled", "debug"])
+def test_what_a_biased_uplink_holds_back_is_in_the_history(runtime):
+    algorithm = fs.SCAFFOLD(0.03, server_step_size=0.5, participants=3, uplink=fs.TopK(0.4))
+    run = fs.solve(examples.least_squares(), algorithm, rounds=3, runtime=runtime)
+    held = np.asarray(run.state.clients.residual)
+    assert (held != 0).any(axis=1).sum() > 3  # also of clients that were not asked last
+    error = 0.03 * 0.5 * np.linalg.norm(held.mean(axis=0)) / np.linalg.norm(run.params)
+    np.testing.assert_allclose(run.history["uplink_error"][-1], error, rtol=1e-5)
+    assert (run.history["uplink_error"] > 0).all()
+    for uplink in (fs.Identity(), fs.RandK(0.4)):
+        plain = fs.FedSGM(0.02, uplink=uplink, participants=3)
+        assert "uplink_error" not in fs.solve(examples.least_squares(), plain, rounds=1).history

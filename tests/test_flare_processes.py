@@ -53,7 +53,7 @@ def share_of(home, site):
 
 def site_process(home, site):
     """Answers one message after the other; the first byte is what is to become of the answer."""
-    keep_compiled_programs(home / "programs")
+    keep_compiled_programs()
     share = share_of(home, site)
     share.answer(encode({"kind": "hello", "total": 6}, {}))
     (home / f"{site}.socket").unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def site_process(home, site):
 
 def server_process(home, attempt):
     """Serves the run from its checkpoint on, and is killed at a random moment."""
-    keep_compiled_programs(home / "programs")
+    keep_compiled_programs()
     rng = np.random.default_rng(attempt)
     problem = examples.least_squares()
     greetings = 2 * len(SITES)

@@ -86,8 +86,10 @@ def test_a_deployment_is_the_simulation(algorithm, tmp_path):
     run, link = deploy(problem, algorithm, wires, tmp_path / "server", 20)
     expected = fs.solve(problem, algorithm, rounds=20, precision="float64")
     np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
-    assert run.history.keys() == expected.history.keys()
-    for name, values in expected.history.items():
+    # What clients hold back is the sites' own: the server does not know it.
+    assert run.history.keys() == expected.history.keys() - {"uplink_error"}
+    for name in run.history:
+        values = expected.history[name]
         exact = "bytes" in name or name in ("round", "cohort")
         np.testing.assert_allclose(
             run.history[name], values, atol=0 if exact else 1e-10, err_msg=name
@@ -121,11 +123,18 @@ def test_replies_that_do_not_belong_are_refused(tmp_path):
             if "round" not in head:
                 continue
             known = old.setdefault(head["exchange"], {}).setdefault(site, data)
-            names = list(arrays)
+
+            def instead(change, head=head, arrays=arrays):
+                parts = {"reply": [], "values": []}
+                for name, each in arrays.items():
+                    part = name.partition(".")[0]
+                    parts[part].append(change(each) if part == "reply" else each)
+                return encode(head, parts)
+
             wrong = {
                 "site-1": known,
-                "site-2": encode(head, {"reply": [v[:, None] for v in arrays.values()]}),
-                "site-3": encode(head, {"reply": [np.full_like(arrays[n], np.nan) for n in names]}),
+                "site-2": instead(lambda each: each[:, None]),
+                "site-3": instead(lambda each: np.full_like(each, np.nan)),
             }
             if head["round"] == 2 and site in wrong:
                 found[site] = wrong[site]
@@ -231,7 +240,7 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
                 0,
                 tmp_path / "server",
                 precision="float64",
-                evaluate_every=200,
+                evaluate_every=10,
             )
         except (Crash, TooFew):
             restarts += 1
@@ -252,3 +261,5 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path):
     residuals = np.concatenate([settled(wires.shares[site], link, site)[0] for site in SITES])
     np.testing.assert_allclose(residuals, expected.state.clients, atol=1e-10)
     assert int(run.state.up.exact()) == expected.history["bytes_up_total"][-1]
+    assert list(run.history["round"]) == list(range(10, 201, 10))  # no entry lost, none twice
+    assert np.isfinite(run.history["objective"]).all()

@@ -38,6 +38,7 @@ def projected_gradient(game, start, step_size, rounds):
     return jax.lax.scan(step, start, length=rounds)[1]
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_participation_is_projected_gradient_to_the_bit(precision):
     """Whatever the model does: random discovery, and a plain payoff in which all depend on all."""

@@ -18,6 +18,7 @@ from test_cli import fedsolve  # noqa: F401
 
 HOSTILE = '</script><script>document.title="bad"</script><img src=x onerror=alert(1)>&lt;'
 ROUNDS, CLIENTS = 450, 5
+CHARTS = ["objective", "constraint", "switch", "compression_error", "uplink_error"]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +34,13 @@ def folder(tmp_path_factory):
     }
     (path / "config.toml").write_text(tomli_w.dumps(config))
     said = {"plain/seed-1": f"Nobody gains {HOSTILE}."}
-    (path / "run.json").write_text(json.dumps({"status": "finished", "certificates": said}))
+    facts = {"status": "finished", "certificates": said, "tolerances": {"plain/seed-0": 0.07}}
+    (path / "run.json").write_text(json.dumps(facts))
     rng, frames, wide = np.random.default_rng(0), [], {}
     for variant in config["variants"]:
         for seed in (0, 1):
             entries = {"variant": variant, "seed": seed, "round": np.arange(1, ROUNDS + 1)}
-            for name in ("objective", "constraint", "switch", "compression_error"):
+            for name in CHARTS:
                 entries[name] = rng.random(ROUNDS)
             for way in ("up", "down"):
                 entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
@@ -85,7 +87,7 @@ def test_the_numbers_are_those_of_the_files(page, folder):
     groups = embedded(page)
     table = pd.read_csv(folder / "history.csv")
     assert [g["name"] for g in groups] == ["plain", HOSTILE]
-    assert [g["tolerance"] for g in groups] == [0.05, 0.1]
+    assert [g["tolerance"] for g in groups] == [0.07, 0.1]  # as it was, else as it was asked for
     for group in groups:
         for each in group["seeds"]:
             rows = table[(table["variant"] == group["name"]) & (table["seed"] == each["seed"])]
@@ -149,8 +151,8 @@ def test_it_renders_in_a_browser(page, folder):
     assert "img" not in {tag for tag, _ in dom.tags}
     assert HOSTILE.replace("&lt;", "<") in "".join(dom.data).replace("&lt;", "<")
     charts = [a.get("data-name") for tag, a in dom.tags if tag == "figure"]
-    assert charts[:4] == ["objective", "constraint", "switch", "compression_error"]
-    assert sorted(charts[4:]) == ["cohort", "cohort", "participation", "participation"]
+    assert charts[:5] == CHARTS
+    assert sorted(charts[5:]) == ["cohort", "cohort", "participation", "participation"]
     shown = [a["data-value"] for tag, a in dom.tags if tag == "td" and "data-value" in a]
     last = pd.read_csv(folder / "history.csv").groupby(["variant", "seed"], sort=False).tail(1)
     expected = last[["seed", "round", "objective", "constraint"]].to_numpy()
@@ -170,6 +172,38 @@ def test_the_command_writes_the_page(fedsolve, folder, tmp_path):  # noqa: F811
     status, _, told = fedsolve("report", "nothing")
     assert status == 2
     assert "nothing is no folder of a finished run" in told
+
+
+def test_a_promise_of_a_theorem_is_shown_beside_what_was_reached(fedsolve, tmp_path):  # noqa: F811
+    (tmp_path / "x.toml").write_text(
+        """
+        problem = { kind = "neyman_pearson", clients = 3, radius = 5.0, level = 0.05 }
+        run = { rounds = 200, evaluate_every = 200 }
+        [algorithm]
+        kind = "FedSGM.from_theory"
+        lipschitz = 4.0
+        """
+    )
+    assert fedsolve("run", "x.toml", "--out", "x")[0] == 0
+    problem = fs.problems.neyman_pearson(clients=3, radius=5.0, level=0.05)
+    algorithm = fs.FedSGM.from_theory(problem, 200, lipschitz=4.0)
+    run = fs.solve(problem, algorithm, 200, evaluate_every=200)
+    report([tmp_path / "x"], tmp_path / "page.html")
+    (group,) = embedded(tmp_path / "page.html")
+    assert group["certificates"] == [f"Seed 0: {run.certificate()}"]
+    assert "kept\n  f(w̄) − f*" in group["certificates"][0]
+    assert group["tolerance"] == pytest.approx(algorithm.guarantee.tolerance)
+    text = "".join(Tags(in_a_browser(tmp_path / "page.html")).data)
+    assert f"promised {algorithm.guarantee.bound:.6g}" in text
+    status, _, told = fedsolve("run", "--resume", "x", "--rounds", 300)  # another theorem's step
+    assert (status, "belongs to another run: algorithm differ" in told) == (2, True)
+    for change, sentence in {
+        "algorithm.lipshitz=4.0": "'lipshitz' is not a constant of the theorems: distance, ",
+        "algorithm.step_size=0.1": "'step_size' is not a constant of the theorems",
+        "run.instances=true": "FedSGM.from_theory is for one problem; leave out run.instances.",
+    }.items():
+        status, _, told = fedsolve("run", "x.toml", "--set", change)
+        assert (status, sentence in " ".join(told.split())) == (2, True), told
 
 
 @pytest.mark.slow

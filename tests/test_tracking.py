@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 import fedsolve as fs
-from fedsolve import tracking
+from fedsolve import config, tracking
 from test_checkpoints import wait_for_a_checkpoint
 from test_cli import fedsolve  # noqa: F401
 from test_documents import blocks
@@ -172,6 +172,56 @@ def check(file, history):
     for name in columns:
         expected = [values[(v, name, k)] for v, k in zip(labels, table["round"], strict=True)]
         np.testing.assert_allclose(table[name], expected, rtol=1e-6)
+
+
+class Seen(fs.Tracker):
+    """What was told, for everyone to see."""
+
+    there: dict = {}  # noqa: RUF012
+
+    def begin(self, run):
+        return max((row["round"] for row in self.there.setdefault(run.key, [])), default=0)
+
+    def rows(self, run, entries):
+        for k in range(len(entries["round"])):
+            row = {name: values[k].item() for name, values in entries.items() if values.ndim == 1}
+            self.there[run.key].append(row)
+
+
+def test_deployments_are_followed_too(tmp_path, monkeypatch):
+    """With news as a server gives them, and one that is not heard."""
+    commands = pytest.importorskip("fedsolve.flare.commands")
+    monkeypatch.chdir(tmp_path)
+    table = config.read("neyman-pearson")
+    for change in ("problem.clients=3", "algorithm.participants=2", "run.seeds=[4, 5]"):
+        table = config.override(table, change)
+    table["run"] |= {"rounds": 7, "evaluate_every": 2}
+    wanted = config.resolve("test", table)
+    runs = [fs.solve(*wanted.cells[""], seed=seed, **wanted.options) for _, seed in wanted.runs]
+    link = {"answered": ["a"], "milliseconds": 1.0, "wire_sent": 9, "wire_received": 9}
+
+    def deployed(experiment, sites, tell):
+        tell({"note": "starting"})
+        for cell, run in enumerate(runs):
+            numbers = {name: v for name, v in run.history.items() if v.ndim == 1}
+            for k in range(len(run.history["round"])):
+                if (cell, k) != (1, 2):
+                    row = {name: values[k].item() for name, values in numbers.items()}
+                    tell({"cell": cell, "variant": "", "seed": run.seed} | row | link)
+        return {"": runs}, "finished"
+
+    monkeypatch.setattr(commands.deploy, "deploy_local", deployed)
+    assert commands.local(wanted, 2, "x", ["test_tracking:Seen"]) == 0
+    found = pd.read_csv(tmp_path / "x/history.csv")
+    assert len(Seen.there) == 2
+    for run, rows in zip(runs, Seen.there.values(), strict=True):
+        told = pd.DataFrame(rows)
+        assert told["round"].tolist() == [2, 4, 6, 7]
+        own = found[found["seed"] == run.seed].drop(columns="seed").reset_index(drop=True)
+        pd.testing.assert_frame_equal(told[list(own)], own, check_dtype=False)
+    with pytest.raises(fs.InvalidInput, match="known are mlflow"):
+        commands.local(wanted, 2, "y", ["wandb"])
+    assert not (tmp_path / "y").exists()
 
 
 @needs_mlflow

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.compression import Identity
 from fedsolve.federation import Federation
+from fedsolve.fields import at
 from fedsolve.problem import Problem
 
 
@@ -57,6 +58,21 @@ class Algorithm(eqx.Module):
         if x is None or downlink is None or isinstance(downlink, Identity):
             return None
         return jnp.linalg.norm(x - w) / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
+
+    def unsent(self, clients: PyTree) -> Any:
+        """What each client's biased uplink has not sent yet, a row each, from the states of all
+        clients; None where nothing is kept for later."""
+        return None
+
+    def uplink_error(self, clients: PyTree, w: Float[Array, " d"], round: Any) -> Any:
+        """η‖(1/n) Σ e_j‖ / ‖w‖: how far w would move if all clients sent what they hold back."""
+        uplink, held = getattr(self, "uplink", None), self.unsent(clients)
+        if uplink is None or uplink.unbiased or not isinstance(held, jax.Array):
+            return None
+        step = at(getattr(self, "step_size", 1.0), round) * getattr(self, "server_step_size", 1.0)
+        size = jnp.linalg.norm(w)
+        move = jnp.asarray(step * jnp.linalg.norm(jnp.mean(held, axis=0)), w.dtype)
+        return jnp.where(size > 0, move / jnp.where(size > 0, size, 1), 0)
 
     def limits(self) -> dict[str, Any]:
         """Where entries of the history are known to settle, by name: pictures show them."""

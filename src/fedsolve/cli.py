@@ -192,8 +192,7 @@ def _run_in(
         tracking = Tracking(folder, track, experiment, tell)
     except OSError as error:
         raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
-    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    keep_compiled_programs(Path(cache, "fedsolve", "programs"))
+    keep_compiled_programs()
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
     status, message, code, number = "finished", "", 0, 0
     try:
@@ -354,6 +353,10 @@ def deploy(
     out_dir: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="A new folder for the results.")
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(metavar="mlflow[=ADDRESS]", help="Also tell a tracker."),
+    ] = None,
 ) -> None:
     """Runs an experiment as a real federation over NVIDIA FLARE."""
     try:
@@ -380,13 +383,14 @@ def deploy(
         elif what == "submit":
             experiment = _experiment(_needed(target, "an experiment"), changes, seed)
             admin_kit = _needed(kit, "--kit, the administrator's kit")
-            status = commands.submit(experiment, admin_kit, run_name, out_dir)
+            status = commands.submit(experiment, admin_kit, run_name, out_dir, track or [])
         elif what in ("status", "stop"):
             commands.ask_admin(what, _needed(kit, "--kit, the administrator's kit"))
         else:
             words = "--local N, or one of init, server, site, submit, status, stop"
             sites = _needed(local, words)
-            status = commands.local(_experiment(what, changes, seed), sites, out_dir)
+            experiment = _experiment(what, changes, seed)
+            status = commands.local(experiment, sites, out_dir, track or [])
     except InvalidInput as error:
         status = 2
         err.print("Error:", str(error), style="bold red", markup=False, soft_wrap=True)

@@ -33,6 +33,7 @@ ALGORITHMS: dict[str, Callable] = {
     "FedProx": fs.FedProx,
     "FedDyn": fs.FedDyn,
     "FedSGM": fs.FedSGM,
+    "FedSGM.from_theory": fs.FedSGM.from_theory,
     "FedSim": fs.FedSim,
     "IPPConEx": fs.IPPConEx,
     "IncentFedAvg": fs.IncentFedAvg,
@@ -243,8 +244,16 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         makers[variant], problem_table = problems[known]
         if not instances:
             kept[variant] = makers[variant]()
+        table = _table(changed, "algorithm", "")
+        around: dict[str, Any] = {}
+        if table.get("kind") == "FedSGM.from_theory":
+            if instances:
+                raise InvalidInput(
+                    "FedSGM.from_theory is for one problem; leave out run.instances."
+                )
+            around = {"problem": makers[variant](), "rounds": run["rounds"]}
         algorithms[variant], algorithm_table = _build(
-            _table(changed, "algorithm", ""), ALGORITHMS, "algorithm", allowed
+            table, ALGORITHMS, "algorithm", allowed, around
         )
         described = {"kind": "Clock"} | _table(changed, "clock", "") if "clock" in changed else {}
         clocks[variant], clock_table = None, {}
@@ -295,17 +304,26 @@ def _problem(
 
 
 def _build(
-    table: dict[str, Any], registry: dict[str, Callable], where: str, allowed: Allowed = ()
+    table: dict[str, Any],
+    registry: dict[str, Callable],
+    where: str,
+    allowed: Allowed = (),
+    around: dict[str, Any] | None = None,
 ) -> tuple[Any, dict]:
     """The object that a table describes, and the table with all defaults filled in."""
-    make, shown = _described(table, registry, where, allowed)
+    make, shown = _described(table, registry, where, allowed, around)
     return make(), shown
 
 
 def _described(
-    table: dict[str, Any], registry: dict[str, Callable], where: str, allowed: Allowed
+    table: dict[str, Any],
+    registry: dict[str, Callable],
+    where: str,
+    allowed: Allowed,
+    around: dict[str, Any] | None = None,
 ) -> tuple[Callable[[], Any], dict]:
-    """What makes the object that a table describes, and the table with all defaults filled in."""
+    """What makes the object that a table describes, and the table with all defaults filled in.
+    Fields that stand `around` the table are not written in it."""
     if "kind" not in table:
         raise InvalidInput(f"{where}.kind is missing: one of {', '.join(registry)}.")
     kind = str(table["kind"])
@@ -316,13 +334,20 @@ def _described(
     else:
         check_known(kind, registry, "kind", f"{where}.kind: ")
         make = registry[kind]
-    fields = inspect.signature(make).parameters
-    for key in table:
-        if key != "kind":
+    around = around or {}
+    all_fields = inspect.signature(make).parameters
+    fields = {
+        name: field
+        for name, field in all_fields.items()
+        if name not in around and field.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    others = {key: value for key, value in table.items() if key not in ("kind", *fields)}
+    if len(fields) + len(around) == len(all_fields):  # else it takes others, and checks them
+        for key in others:
             check_known(key, fields, f"field of {kind}", f"{where}.")
     hints = typing.get_type_hints(make)
-    given: dict[str, Any] = {}
-    shown: dict[str, Any] = {"kind": kind}
+    given: dict[str, Any] = others | around
+    shown: dict[str, Any] = {"kind": kind} | others
     for name, field in fields.items():
         if name not in table:
             if field.default is inspect.Parameter.empty:

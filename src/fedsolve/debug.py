@@ -18,7 +18,7 @@ from fedsolve.errors import ClientError
 from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.problem import Problem
 from fedsolve.setting import Setting
-from fedsolve.simulation import evaluate
+from fedsolve.simulation import look
 
 
 class Debug(Federation):
@@ -66,13 +66,13 @@ def advance(
     """As `simulation.advance`, one operation at a time."""
     entries = []
     with jax.disable_jit():
-        for start, stop, look in spans:
+        for start, stop, wanted in spans:
             info: dict[str, Any] = {}
             for _ in range(start, stop):
                 state, info = Debug(problem, state, setting).play(algorithm)
-            entry = info | evaluate(problem, state.w, state.evaluation_key, setting)
+            entry = info | look(problem, algorithm, state, setting)
             if setting.stop is not None:
-                entry["stopped"] = np.asarray(look > 0 and setting.stop(entry), bool)
+                entry["stopped"] = np.asarray(wanted > 0 and setting.stop(entry), bool)
             entries.append(entry)
             if entry.get("stopped"):
                 break

@@ -69,8 +69,16 @@ def checkpoint_of(path: Path, number: int) -> Path:
     return path / "checkpoints" / f"run-{number}"
 
 
-def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: str = "") -> None:
-    """Writes everything there is to keep of these runs."""
+def save(
+    path: Path,
+    runs: Runs,
+    config: dict[str, Any],
+    status: str,
+    message: str = "",
+    data_here: bool = True,
+) -> None:
+    """Writes everything there is to keep of these runs. Where the data are elsewhere, nothing can
+    be said of f and g but what is in the history."""
     write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
     facts = {
         "status": status,
@@ -80,7 +88,10 @@ def save(path: Path, runs: Runs, config: dict[str, Any], status: str, message: s
         **_facts(),
     }
     labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
-    facts["certificates"] = {_name(v, run): text for v, run in labelled if (text := _regret(run))}
+    said = {_name(v, run): _certificates(run, data_here) for v, run in labelled}
+    facts["certificates"] = {name: "\n".join(texts) for name, texts in said.items() if texts}
+    tolerances = {_name(v, run): getattr(run.algorithm, "tolerance", None) for v, run in labelled}
+    facts["tolerances"] = {name: float(t) for name, t in tolerances.items() if t is not None}
     if labelled:
         _save_results(path, runs, labelled, "stop" in config["run"])
     write_atomically(path / "run.json", _json(facts))  # last: what it says is there
@@ -156,14 +167,21 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _regret(run: Run) -> str:
-    """The certificate of an equilibrium, where clients play a game."""
+def _certificates(run: Run, data_here: bool) -> list[str]:
+    """What a theorem promised beside what was reached; and, where clients play a game, what they
+    would gain by deviating."""
+    found = []
+    if data_here and getattr(run.algorithm, "guarantee", None) is not None:
+        try:
+            found.append(str(run.certificate()))
+        except InvalidInput as error:
+            found.append(f"No certificate: {error}")
     holders = (run.algorithm, getattr(run.algorithm, "weighting", None))
     game = next((g for each in holders if (g := getattr(each, "game", None)) is not None), None)
-    if game is None or "participation" not in run.history:
-        return ""
-    gain = game.regret(run.history["participation"][-1])
-    return f"At the end no client gains more than {gain:.3g} by deviating alone."
+    if game is not None and "participation" in run.history:
+        gain = game.regret(run.history["participation"][-1])
+        found.append(f"At the end no client gains more than {gain:.3g} by deviating alone.")
+    return found
 
 
 def _json(facts: dict[str, Any]) -> bytes:

@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 
-def keep_compiled_programs(folder: Path) -> None:
-    """Lets this process keep its compiled programs there, and find those of earlier ones. A user
-    who chose a folder by JAX's own setting keeps it."""
+def keep_compiled_programs() -> None:
+    """Lets this process keep its compiled programs in the user's cache, and find those of earlier
+    ones and of others beside it. A user who chose a folder by JAX's own setting keeps it."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fedsolve", "programs")
     with contextlib.suppress(OSError):  # no place for them: compile every time
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -62,7 +62,10 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
             history = {str(name): _numbers(columns[name].to_numpy()) for name in columns}
             group["seeds"].append({"seed": int(str(seed)), "history": history})
             prefix = f"{variant}/seed-{seed}/".lstrip("/")
-            if said := facts.get("certificates", {}).get(prefix.removesuffix("/")):
+            run = prefix.removesuffix("/")
+            if (there := facts.get("tolerances", {}).get(run)) is not None:  # a theorem may set it
+                group["tolerance"] = float(there)
+            if said := facts.get("certificates", {}).get(run):
                 group["certificates"].append(f"Seed {seed}: {said}")
             own = {k.removeprefix(prefix): v for k, v in wide.items() if k.startswith(prefix)}
             if len(group["seeds"]) == 1:

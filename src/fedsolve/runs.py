@@ -30,7 +30,9 @@ class Run:
       `bytes_down` are what all participants sent and received in it, `…_total` since the start;
       with a clock, `seconds` and `seconds_total` are the time that this would have taken.
       `messages_both_ways` counts questions and answers. `compression_error`: ‖x − w‖ / ‖x‖, how
-      far the clients' w is from the server's x where the downlink is compressed.
+      far the clients' w is from the server's x where the downlink is compressed. `uplink_error`:
+      η‖(1/n) Σ e_j‖ / ‖w‖, how far w would move if clients sent what a biased uplink holds back
+      (where all clients' states are in memory: not streamed, not deployed).
     - `state`: everything needed to go on from here (`solve(..., resume=run.state)`).
     """
 

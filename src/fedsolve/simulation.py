@@ -128,6 +128,13 @@ def evaluate(
     return found
 
 
+def look(problem: Problem, algorithm: Algorithm, state: State, setting: Setting) -> dict[str, Any]:
+    """`evaluate` after a round, and what clients hold back there."""
+    found = evaluate(problem, state.w, state.evaluation_key, setting)
+    error = algorithm.uplink_error(state.clients, state.w, state.round)
+    return found if error is None else found | {"uplink_error": error}
+
+
 def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
     """f and g from clients' values at w, and the metrics there."""
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
@@ -159,7 +166,7 @@ def advance(
         return kept(state, problem.n, setting.mesh), info
 
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        found = evaluate(problem, state.w, state.evaluation_key, setting)
+        found = look(problem, algorithm, state, setting)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found
@@ -172,11 +179,11 @@ def advance(
         return run_step(carry[0])
 
     def slot(carry: tuple[State, Any], span: Int[Array, "3"]) -> tuple[Any, dict[str, Any]]:
-        (state, stopped), (start, stop, look) = carry, span
+        (state, stopped), (start, stop, wanted) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, jnp.where(stopped, start, stop), body, (state, nothing))
         found = lax.cond(
-            (look > 0) & ~stopped,
+            (wanted > 0) & ~stopped,
             run_look,
             lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
             state,

@@ -231,10 +231,11 @@ class Tracking:
         named: Sequence[str],
         experiment: Experiment,
         tell: Callable[[str], None],
+        key: str = "",  # where the runs have one of their own; else the folder's
     ):
         from fedsolve.config import settings_of
 
-        kept = {"key": uuid.uuid4().hex, "experiment": experiment.name, "trackers": []}
+        kept = {"key": key or uuid.uuid4().hex, "experiment": experiment.name, "trackers": []}
         kept |= _read(folder)
         trackers = dict(made(text) for text in [*kept["trackers"], *named])
         if trackers:

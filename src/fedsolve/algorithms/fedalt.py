@@ -57,6 +57,9 @@ class FedAlt(FedAvg):
         if self.personal_steps is not None:
             check_count("personal_steps", self.personal_steps)
 
+    def unsent(self, clients: Personal) -> Any:
+        return clients.residual
+
     def init_client(self, w: Vector) -> Personal:
         return Personal(w, no_residual(self.uplink, w))
 

@@ -102,6 +102,9 @@ class FedAvg(Averaging):
         """The mean of what arrived, by weight."""
         return answers.mean(drawn.weights)
 
+    def unsent(self, clients: Any) -> Any:
+        return clients
+
     # On a client; what it keeps is what a biased uplink has not sent yet
 
     def init_client(self, w: Vector) -> Any:

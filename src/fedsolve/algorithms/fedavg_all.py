@@ -54,6 +54,9 @@ class FedAvgAll(FedAvg):
         self.learn(fed, -moved)
         return server, drawn.info
 
+    def unsent(self, clients: Any) -> None:
+        return None  # clients keep what the server has of them
+
     def init_client(self, w: Vector) -> Vector:
         return w
 

@@ -68,6 +68,9 @@ class FedDyn(Averaging):
         self.learn(fed, update)
         return dual, drawn.info
 
+    def unsent(self, clients: Kept) -> Any:
+        return clients.residual
+
     # On a client
 
     def init_client(self, w: Vector) -> Kept:

@@ -173,6 +173,9 @@ class FedSGM(Participating):
     def average(self, server: Server) -> Any:
         return server.average if server.weight > 0 else None
 
+    def unsent(self, clients: Float[Array, "n d"] | None) -> Float[Array, "n d"] | None:
+        return clients
+
     # On a client
 
     def init_client(self, w: Vector) -> Vector | None:

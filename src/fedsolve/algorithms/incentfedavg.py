@@ -122,6 +122,9 @@ class IncentFedAvg(Participating):
         fed.publish(self.downlink(x - fed.w, to_compress))
         return Server(x, N), drawn.info | {"participation": N, "weights": N / jnp.sum(N)}
 
+    def unsent(self, clients: Float[Array, "n d"] | None) -> Float[Array, "n d"] | None:
+        return clients
+
     # On a client
 
     def init_client(self, w: Vector) -> Vector | None:

@@ -18,7 +18,7 @@ with z = R_v(x), z_global = R_w(x), z_previous = R_{previous}(x), and sim the co
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -61,6 +61,11 @@ class MOON(FedAvg):
                 "MOON compares representations: give the problem `representation`, a function of "
                 "(params, data) with a row for each sample."
             )
+
+    # On the server
+
+    def unsent(self, clients: Kept) -> Any:
+        return clients.residual
 
     # On a client
 

@@ -77,6 +77,9 @@ class SCAFFOLD(Averaging):
         self.learn(fed, update)
         return Server(x, control), drawn.info
 
+    def unsent(self, clients: Kept) -> Any:
+        return clients.residual
+
     # On a client
 
     def init_client(self, w: Vector) -> Kept:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fedsolve import terminal
 from fedsolve.config import Experiment, resolve
@@ -14,14 +17,28 @@ from fedsolve.errors import InvalidInput
 from fedsolve.flare import deploy, engine
 from fedsolve.flare.data import check_data, owners_file
 from fedsolve.folder import new_folder, save
+from fedsolve.tracking import Tracking, made
+
+# What the server tells of an evaluation beside its entry in the history.
+OF_THE_LINK = {"cell", "variant", "seed", "answered", "milliseconds", "wire_sent", "wire_received"}
 
 
-def local(experiment: Experiment, sites: int, out_dir: str | None) -> int:
+def local(experiment: Experiment, sites: int, out_dir: str | None, track: Sequence[str]) -> int:
     """A federation on this machine, and the same folder as `fedsolve run`: the exit status."""
-    folder = new_folder(out_dir, f"{experiment.name}-deployed")
-    with _Progress(experiment, sites) as tell:
+    folder, tracking = _place(experiment, out_dir, track)
+    with _Progress(experiment, sites, tracking) as tell:
         runs, status = deploy.deploy_local(experiment, sites, tell)
-    return _write(folder, runs, experiment, status)
+    return _write(folder, runs, experiment, status, tracking)
+
+
+def _place(
+    experiment: Experiment, out_dir: str | None, track: Sequence[str], run: str = ""
+) -> tuple[Path, Tracking]:
+    """A new folder, and all that follows its runs."""
+    for text in track:
+        made(text)
+    folder = new_folder(out_dir, f"{experiment.name}-deployed")
+    return folder, Tracking(folder, track, experiment, terminal.tell, run)
 
 
 def init(file: str, out_dir: str | None) -> None:
@@ -80,27 +97,32 @@ def _foreground(process: Any, kit: Path, text: str) -> int:
     return status
 
 
-def submit(experiment: Experiment, kit: str, run: str | None, out_dir: str | None) -> int:
+def submit(
+    experiment: Experiment, kit: str, run: str | None, out_dir: str | None, track: Sequence[str]
+) -> int:
     """Gives the server a run to do (or goes on with one), follows it, and fetches its results."""
     admin = engine.Admin(_kit(kit, "fed_admin.json"), timeout=10)
     run = run or deploy.new_run()
-    folder = new_folder(out_dir, f"{experiment.name}-deployed")
+    folder, tracking = _place(experiment, out_dir, track, run)
     sites = int(experiment.deploy.get("sites", 1))
     terminal.out.print(
         f"{run}: the server keeps it in its kit, in fedsolve/runs/{run}", markup=False
     )
     try:
-        with _Progress(experiment, sites) as tell:
+        with _Progress(experiment, sites, tracking) as tell:
             job = deploy.supervise(admin, experiment, run, tell, sites)
             runs = _fetched(admin, job, experiment)
     except KeyboardInterrupt:
         admin.close()
+        tracking.close_table()
+        tracking.close(impatient=lambda: False)
+        for file in ("run.json", "history.csv", "tracking.json"):
+            (folder / file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            (folder / "run.json").unlink()
             folder.rmdir()
         terminal.fail(f"Not followed any more; the job goes on. To follow it: --run {run}", 130)
     admin.close()
-    return _write(folder, runs, experiment, "finished")
+    return _write(folder, runs, experiment, "finished", tracking, data_here=False)
 
 
 def _fetched(admin: engine.Admin, job: str, experiment: Experiment) -> deploy.Runs:
@@ -123,23 +145,41 @@ def ask_admin(what: str, kit: str) -> None:
     admin.close()
 
 
-def _write(folder: Path, runs: deploy.Runs, experiment: Experiment, status: str) -> int:
-    save(folder, runs, experiment.resolved, status)
+def _write(
+    folder: Path,
+    runs: deploy.Runs,
+    experiment: Experiment,
+    status: str,
+    tracking: Tracking,
+    data_here: bool = True,
+) -> int:
+    for number, (variant, seed) in enumerate(experiment.runs):
+        for run in runs[variant]:
+            if run.seed == seed:
+                tracking.end(number, status, run.history)
+    tracking.close_table()
+    save(folder, runs, experiment.resolved, status, data_here=data_here)
     if any(runs.values()):
         terminal.out.print(terminal.closing_table(runs))
     terminal.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)
+    for missed in tracking.close(impatient=lambda: False):
+        terminal.tell(f"{missed} It is all in {folder}.")
     if status == "interrupted":
         terminal.fail("Stopped by the user.", 130)
     return 0
 
 
 class _Progress:
-    """A line that follows the runs, and a line for everything worth saying."""
+    """A line that follows the runs, a line for everything worth saying, and trackers told of every
+    evaluation in its turn: after one that was not heard, they get the rest at the end."""
 
-    def __init__(self, experiment: Experiment, sites: int):
-        rounds = experiment.options["rounds"] * len(experiment.runs)
+    def __init__(self, experiment: Experiment, sites: int, tracking: Tracking):
+        cells = range(len(experiment.runs))
+        rounds = experiment.options["rounds"] * len(cells)
         self._bar = terminal.Progress(f"{experiment.name}, {sites} sites", rounds)
-        self._each, self._sites = experiment.options["rounds"], sites
+        self._each, self._every = rounds // len(cells), experiment.options.get("evaluate_every", 1)
+        self._follow = [tracking.follow(cell, lambda *_: None) for cell in cells]
+        self._last = [0 for _ in cells]
 
     def __enter__(self) -> deploy.Tell:
         self._bar.__enter__()
@@ -158,6 +198,13 @@ class _Progress:
             facts += [terminal.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
             facts += [f"{news['milliseconds']:.0f} ms an exchange"]
             self._bar.say(self._each * news["cell"] + news["round"], "  ".join(facts))
+            self._track(news["cell"], news["round"], news)
+
+    def _track(self, cell: int, round: int, news: dict[str, Any]) -> None:
+        if self._last[cell] < round <= self._last[cell] + self._every:
+            entry = {k: np.asarray([v]) for k, v in news.items() if k not in OF_THE_LINK}
+            self._follow[cell](round, self._each, entry)
+            self._last[cell] = round
 
 
 def _say(news: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ class Site:
 
     @collab.init
     def start(self) -> None:
-        keep_compiled_programs(Path(os.environ[HOME], "programs"))
+        keep_compiled_programs()
         try:
             self._experiment = built(self._text)
         except InvalidInput as error:
@@ -101,7 +101,7 @@ class Coordinator:
     def run(self) -> None:
         # A round calls out of its program; JAX must not wait for itself there.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        keep_compiled_programs(Path(os.environ[HOME], "programs"))
+        keep_compiled_programs()
         collab.fl_ctx.get_engine().register_app_command(TOPIC, self._command)
         try:
             self._all_runs()

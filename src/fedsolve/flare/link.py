@@ -60,6 +60,8 @@ class Link:
         self._names = [START]  # w's names, one after each publication still worth sending
         self._packets: list[tuple[int, Packet]] = []
         self._holds: dict[str, str] = {}  # the w that each site was last known to hold
+        self._wish: tuple[int, Any, PyTree] | None = None  # values that no question carried yet
+        self._values: dict[str, PyTree] = {}  # each site's, when it was last asked for them
 
     @property
     def clients(self) -> int:
@@ -103,7 +105,8 @@ class Link:
             for site, (first, count) in self.roster.items()
         }
         wanted = {site: own for site, own in wanted.items() if own}
-        heads = {
+        wish, self._wish = self._wish, None
+        heads: dict[str, dict] = {
             site: {
                 "kind": "ask",
                 "round": round,
@@ -117,9 +120,19 @@ class Link:
             for site, own in wanted.items()
         }
         most = max(map(len, wanted.values()), default=0) * size_of(exchange.reply)
+        if wish is not None:
+            self._values = {}
+            looks = self._looks(wish[0])
+            heads = {s: heads[s] | {"look": wish[0]} if s in heads else looks[s] for s in looks}
+            most += self.clients * size_of(wish[2])
         found: list[tuple[list[int], PyTree]] = []
-        for site, (head, arrays) in self._deliver(heads, {"message": message}, w, most).items():
+        arrived = self._deliver(heads, {"message": message}, w, most)
+        for site, (head, arrays) in arrived.items():
             try:
+                if wish is not None:
+                    self._take_values(site, arrays, wish[2])
+                if site not in wanted:
+                    continue
                 if (head.get("round"), head.get("exchange")) != (round, number):
                     raise Refused("it is for another round or exchange")
                 reply = take(arrays, "reply", exchange.reply, rows=len(wanted[site]))
@@ -130,28 +143,45 @@ class Link:
             if head.get("moved") is not False:  # where nothing moved, there is nothing to keep
                 self.used.setdefault(site, []).append(number)
             found.append((wanted[site], reply))
+        self.answered = sorted(arrived.keys() & wanted.keys())
         count = sum(len(own) for own, _ in found)
         if count < max(1, math.ceil(self._quorum * len(clients))):
             raise TooFew(f"{count} of {len(clients)} clients answered in round {round + 1}")
         return found
 
-    def evaluate(self, round: int, w: Any, template: PyTree) -> dict[str, PyTree]:
-        """Every site's values of its own clients at w."""
-        heads = {
+    def look(self, round: int, w: Any, template: PyTree) -> None:
+        """Every site is to tell the values of its clients at w: with the next question, as a
+        message of its own costs as much as a question."""
+        self._wish = round, w, template
+
+    def values(self) -> dict[str, PyTree]:
+        """What the sites told when they were to look; they are asked now if no question went out
+        since."""
+        wish, self._wish = self._wish, None
+        if wish is not None:
+            self._values = {}
+            round, w, template = wish
+            most = self.clients * size_of(template)
+            for site, (_, arrays) in self._deliver(self._looks(round), {}, w, most).items():
+                self._take_values(site, arrays, template)
+        return self._values
+
+    def _looks(self, round: int) -> dict[str, dict]:
+        return {
             site: {"kind": "evaluate", "round": round, "first": first}
             for site, (first, _) in self.roster.items()
         }
-        most = self.clients * size_of(template)
-        found = {}
-        for site, (_, arrays) in self._deliver(heads, {}, w, most).items():
-            try:
-                found[site] = take(arrays, "values", template, rows=self.roster[site][1])
-            except Refused as refused:
-                self._log(f"{site}: refused its values: {refused}")
-        return found
+
+    def _take_values(self, site: str, arrays: dict[str, Any], template: PyTree) -> None:
+        own = {name: arrays.pop(name) for name in list(arrays) if name.startswith("values.")}
+        try:
+            self._values[site] = take(own, "values", template, rows=self.roster[site][1])
+        except Refused as refused:  # a reply that came with them may be sound
+            self._log(f"{site}: refused its values: {refused}")
 
     def publish(self, kind: int, packet: Packet, whole: int) -> None:
         """Remembers a publication, as long as sending it can be worth it."""
+        self.values()  # those that are still wanted are of the w before it
         self._packets.append((kind, jax.tree.map(np.asarray, packet)))
         self._names.append(uuid.uuid4().hex)
         while self._packets and sum(size_of(p) for _, p in self._packets) >= whole:
@@ -167,11 +197,14 @@ class Link:
     def _deliver(
         self, heads: dict[str, dict], arrays: dict[str, PyTree], w: Any, most: int
     ) -> dict[str, tuple[dict, dict]]:
-        """Sends each its head, the common arrays, and what it lacks of w."""
+        """Sends each its head, the common arrays of a question, and what it lacks of w."""
         arrived: dict[str, tuple[dict, dict]] = {}
         waiting = dict(heads)
         for whole in (False, True):  # a site that is not where it was thought gets all of w
-            messages = {s: self._message(s, head, arrays, w, whole) for s, head in waiting.items()}
+            messages = {
+                s: self._message(s, head, arrays if head["kind"] == "ask" else {}, w, whole)
+                for s, head in waiting.items()
+            }
             for site, (head, reply) in self._send(messages, most).items():
                 if head["status"] == "behind" and not whole:
                     continue
@@ -184,7 +217,6 @@ class Link:
             waiting = {s: h for s, h in waiting.items() if s in self._behind}
             if not waiting:
                 break
-        self.answered = sorted(arrived)
         return arrived
 
     def _message(self, site: str, head: dict, arrays: dict, w: Any, whole: bool) -> bytes:

@@ -26,7 +26,7 @@ from fedsolve.programs import prepared
 from fedsolve.runs import History, Run
 from fedsolve.simulation import client_values, combined
 from fedsolve.solving import numbers_on_device, precision_of
-from fedsolve.spans import joined, on_host, spans_of
+from fedsolve.spans import Spans, joined, on_host, spans_of
 
 
 class Deployment(Federation):
@@ -114,6 +114,8 @@ def serve(
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         values_of = jax.eval_shape(lambda: _one_clients_values(placed, jax.random.key(seed)))
         saved = decode(path.read_bytes(), ANY) if path.exists() else None
+        waiting: History = {}  # the newest entry of the history, before it has the sites' values
+        news: dict[str, Any] = {}  # what is to be told with it
         if saved is None:
             link.hello(sites)
             state, chunks = _start(placed, tuned, seed, link.clients), []
@@ -126,6 +128,7 @@ def serve(
 
             before = link.clients
             state, chunks = _restored(*saved, placed, tuned, seed)
+            waiting, news = _named(saved[1], "waiting", saved[0]["waiting"]), saved[0]["news"]
             link.hello(sites, may_grow)
             link.restore_packets(saved[0]["link"], saved[1])
             state = _grown(state, link.clients - before)
@@ -136,8 +139,23 @@ def serve(
             return Deployment(problem, state, link).play(algorithm)
 
         one_round, together = prepared(play, placed, tuned), prepared(combined, placed)
-        for start, stop, _ in spans_of(int(state.round), rounds, evaluate_every):
-            info: dict[str, Any] = {}
+
+        def complete(w: Any) -> None:
+            """Gives the entry that waits the values at the end of its round, where w was."""
+            nonlocal waiting, chunks
+            values = _together(together, w, link.values())
+            entries = {k: v for k, v in waiting.items() if k != "round"} | _stacked(values)
+            new = on_host(entries, _span(waiting["round"].item()))
+            chunks, waiting = [joined(_same_width([*chunks, new]))], {}
+            if progress is not None:
+                progress({k: v[-1].item() for k, v in chunks[0].items() if v.ndim == 1} | news)
+
+        def save() -> None:
+            _save(path, state, link, chunks, waiting, news, time.perf_counter() - began)
+
+        if waiting:
+            link.look(int(state.round), state.w, values_of)
+        for start, stop, _ in spans_of(int(state.round), rounds, evaluate_every).tolist():
             clock = time.perf_counter()
             for _ in range(start, stop):
                 if not go_on():
@@ -145,25 +163,25 @@ def serve(
                 after, info = jax.block_until_ready(one_round(state))
                 if link.trouble is not None:
                     raise link.trouble
+                answered = link.answered
+                link.end_round(int(state.round))
+                if waiting:
+                    complete(state.w)
                 state = after
-                link.end_round(int(state.round) - 1)
-                if int(state.round) < stop:  # the last is saved with its entry in the history
-                    _save(path, state, link, chunks, time.perf_counter() - began)
-            seconds = time.perf_counter() - clock
-            answered = link.answered
-            entry = info | _evaluate(together, state, link, values_of)
-            stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], entry)
-            new = on_host(stacked, np.asarray([[start, stop, 1]], np.int32))
-            chunks = [joined(_same_width([*chunks, new]))]
-            _save(path, state, link, chunks, time.perf_counter() - began)
-            if progress is not None:
-                shown = {k: v[-1].item() for k, v in chunks[0].items() if v.ndim == 1}
-                exchanges = max(len(link.protocol.exchanges), 1) * (stop - start)
-                progress(
-                    shown
-                    | {"answered": answered, "milliseconds": 1e3 * seconds / exchanges}
-                    | {"wire_sent": link.sent, "wire_received": link.received}
-                )
+                if int(state.round) == stop:
+                    exchanges = max(len(link.protocol.exchanges), 1) * (stop - start)
+                    news = {
+                        "answered": answered,
+                        "milliseconds": 1e3 * (time.perf_counter() - clock) / exchanges,
+                        "wire_sent": link.sent,
+                        "wire_received": link.received,
+                    }
+                    waiting = on_host(_stacked(info), _span(stop))
+                    link.look(stop, state.w, values_of)
+                save()
+        if waiting:
+            complete(state.w)
+            save()
         return Run.of(problem, algorithm, state, joined(chunks), seed, time.perf_counter() - began)
 
 
@@ -209,29 +227,51 @@ def _restored(
     clients = sum(count for _, count in head["link"]["roster"].values())
     shapes = _shapes(problem, algorithm, seed, clients)
     state = jax.tree.map(jnp.asarray, take(arrays, "state", shapes))
-    names = head["history"]
-    return state, [{k: arrays[f"history.{i}"] for i, k in enumerate(names)}] if names else []
+    history = _named(arrays, "history", head["history"])
+    return state, [history] if history else []
 
 
-def _save(path: Path, state: State, link: Link, chunks: list[History], seconds: float) -> None:
+def _named(arrays: dict[str, Any], prefix: str, names: list[str]) -> History:
+    return {name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)}
+
+
+def _save(
+    path: Path,
+    state: State,
+    link: Link,
+    chunks: list[History],
+    waiting: History,
+    news: dict[str, Any],
+    seconds: float,
+) -> None:
     history = joined(chunks)
     head, arrays = link.saved()
+    names = {"history": list(history), "waiting": list(waiting)}
+    values = {"history": list(history.values()), "waiting": list(waiting.values())}
     data = encode(
-        {"link": head, "history": list(history), "seconds": seconds},
-        arrays | {"state": state, "history": list(history.values())},
+        {"link": head, "news": news, "seconds": seconds} | names,
+        arrays | {"state": state} | values,
     )
     write(path, data)
+
+
+def _span(stop: int) -> Spans:
+    return np.asarray([[stop - 1, stop, 1]], np.int32)
+
+
+def _stacked(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry as a history of one."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[None], entry)
 
 
 def _one_clients_values(problem: Problem, key: Key[Array, ""]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], client_values(problem, problem.start(), key))
 
 
-def _evaluate(together: Callable, state: State, link: Link, template: PyTree) -> dict[str, Any]:
-    """f and g over all clients that can be heard, and the metrics."""
-    found = link.evaluate(int(state.round), state.w, template)
+def _together(together: Callable, w: Any, found: dict[str, PyTree]) -> dict[str, Any]:
+    """f and g over all clients that were heard, and the metrics."""
     if not found:
         return {"objective": np.nan}
     parts = [found[site] for site in sorted(found)]
     values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    return together(state.w, values)
+    return together(w, values)

@@ -100,9 +100,7 @@ class Share:
                 if not self._catch_up(head, arrays):
                     return encode({"status": "behind"}, {})
                 if kind == "evaluate":
-                    where = [jnp.int32(_whole(head, name)) for name in ("round", "first")]
-                    values = self._evaluate(jnp.asarray(self._w), self._seed, *where)
-                    return encode({"status": "ok"}, {"values": values})
+                    return encode({"status": "ok"}, self._look(head, "round"))
                 return self._ask(head, arrays)
             except Refused as refused:
                 return encode({"status": "refused", "reason": str(refused)}, {})
@@ -125,6 +123,11 @@ class Share:
         news = max(map(size_of, self._protocol.packets), default=0)
         return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news
 
+    def _look(self, head: dict[str, Any], name: str) -> dict[str, PyTree]:
+        """The clients' values at w, at the end of the round of that name."""
+        round, first = (jnp.int32(_whole(head, each)) for each in (name, "first"))
+        return {"values": self._evaluate(jnp.asarray(self._w), self._seed, round, first)}
+
     def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
         if number >= len(self._protocol.exchanges):
@@ -139,10 +142,10 @@ class Share:
             raise Refused("it asks for clients that are not here")
         message = take(arrays, "message", exchange.message)
         nothing_left(arrays)
-        used = _numbers(head.get("used"), number)
+        used, look = _numbers(head.get("used"), number), head.get("look")
         self._settle(round, head.get("settled"))
         digest = hashlib.sha256(
-            json.dumps([round, number, clients.tolist(), used, self._w_name]).encode()
+            json.dumps([round, number, clients.tolist(), used, self._w_name, look]).encode()
             + encode({}, {"message": message})
         ).hexdigest()
         known = self._log.get(number)
@@ -151,7 +154,8 @@ class Share:
             moved, reply = self._compute(number, round, clients, local, rows, message)
             moves = not all(map(np.array_equal, jax.tree.leaves(rows), jax.tree.leaves(moved)))
             told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
-            entry = _Entry(digest, local, moved, encode(told, {"reply": reply}))
+            values = {} if look is None else self._look(head, "look")
+            entry = _Entry(digest, local, moved, encode(told, {"reply": reply} | values))
             if moves:
                 kept = {"round": round, "number": number, "digest": digest}
                 kept["settled"] = head["settled"]

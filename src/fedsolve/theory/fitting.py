@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from fedsolve.problem import Problem
 from fedsolve.theory.estimates import check_mean, estimate, extent
 from fedsolve.theory.fedsgm import NEAR, NO_PROJECTION, fedsgm
 from fedsolve.theory.guarantee import Guarantee
+
+OF_THE_PROBLEM = ("rounds", "clients", "participants", "size")
+CONSTANTS = [name for name in inspect.signature(fedsgm).parameters if name not in OF_THE_PROBLEM]
 
 
 def fedsgm_for(
@@ -35,6 +39,11 @@ def fedsgm_for(
     check_mean(problem)
     if participants is not None:
         check_count("participants", participants, most=problem.n)
+    for name in known:
+        if name not in CONSTANTS:
+            raise InvalidInput(
+                f"{name!r} is not a constant of the theorems: {', '.join(CONSTANTS)}."
+            )
     given = {name: value for name, value in known.items() if value is not None}
     partial = participants is not None and participants < problem.n
     stochastic = problem.batch_size is not None
