@@ -72,6 +72,9 @@ class Noisy(fs.Client):
 
 
 class Dropping(fs.Problem):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+
     def client(self, *seen):
         return Noisy(self, *seen)
 

@@ -79,7 +79,7 @@ def prepared(work: str) -> Path:
     test = {"test_x": seen(found.test["x"]), "test_y": found.test["y"]}
     CACHE.mkdir(parents=True, exist_ok=True)
     x = seen(found.train["x"])[parts]
-    np.savez(path, x=x, y=labels[parts].astype(np.int32), **test)
+    np.savez(path, x=x, y=labels[parts].astype(np.int32), **test)  # type: ignore[arg-type]
     return path
 
 
