@@ -253,3 +253,20 @@ def test_toxicity_has_its_known_contents(monkeypatch):
     assert data.train["x"].shape == (8992, 1024)
     assert data.train["x"].mean() == pytest.approx(0.0931, abs=5e-5)
     assert data.train["y"].sum() == 741
+
+
+def test_what_was_made_once_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def make():
+        calls.append(1)
+        return {"rows": np.arange(3.0)}
+
+    for _ in range(2):
+        np.testing.assert_array_equal(fs.datasets.kept("rows", make)["rows"], [0, 1, 2])
+    assert len(calls) == 1
+    (file,) = tmp_path.rglob("rows.npz")
+    file.write_bytes(b"damaged")
+    np.testing.assert_array_equal(fs.datasets.kept("rows", make)["rows"], [0, 1, 2])
+    assert len(calls) == 2

@@ -48,6 +48,9 @@ def test_byte_counts_are_exact_beyond_32_bits():
     count = count + count.plus_all(jnp.full(5000, 2**31 + 7, jnp.uint32))
     expected = 2 * 3 * 60_000 * 44_000_001 + 5000 * (2**31 + 7)
     assert int(count.exact()) == expected
+    many = Bytes.zero().plus(jnp.int32(1_000_003), 70_001)
+    many = many + Bytes.zero().plus_all(jnp.full(100_000, 2**16 - 1, jnp.uint32))
+    assert int(many.exact()) == 1_000_003 * 70_001 + 100_000 * (2**16 - 1)
 
 
 class Probe(fs.Algorithm):

@@ -8,12 +8,15 @@ import fedjax
 import jax.numpy as jnp
 import numpy as np
 from fedjax.algorithms import fed_avg
-from work import COHORT, FEATURES, RATE, ROUNDS, SAMPLES, STEPS, Meter, data
+from work import ROUNDS, WORK, Meter, data
 
 
 def loss(params, batch, rng):
-    margin = batch["x"] @ params
-    return jnp.mean(jax.nn.softplus(margin) - batch["y"] * margin)
+    scores, y = batch["x"] @ params, batch["y"]
+    if params.ndim == 1:
+        return jnp.mean(jax.nn.softplus(scores) - y * scores)
+    shares = jax.nn.log_softmax(scores)
+    return -jnp.mean(jnp.take_along_axis(shares, y[:, None], axis=1))
 
 
 def grads(params, batch, rng):
@@ -23,19 +26,30 @@ def grads(params, batch, rng):
 meter = Meter()
 x, y = data()
 clients = fedjax.InMemoryFederatedData({str(i): {"x": x[i], "y": y[i]} for i in range(len(x))})
+batch = WORK.batch or WORK.samples
 algorithm = fed_avg.federated_averaging(
     grads,
-    client_optimizer=fedjax.optimizers.sgd(RATE),
+    client_optimizer=fedjax.optimizers.sgd(WORK.rate),
     server_optimizer=fedjax.optimizers.sgd(1.0),
-    client_batch_hparams=fedjax.ShuffleRepeatBatchHParams(batch_size=SAMPLES, num_epochs=STEPS),
+    client_batch_hparams=fedjax.ShuffleRepeatBatchHParams(batch, num_epochs=WORK.epochs),
 )
-sampler = fedjax.client_samplers.UniformGetClientSampler(clients, COHORT, seed=0)
-state = algorithm.init(jnp.zeros(FEATURES))
-for done in range(ROUNDS + 2):
-    if done == 2:
-        jax.block_until_ready(state.params)
-        meter.first_done()
-    state, _ = algorithm.apply(state, sampler.sample())
-w = np.asarray(state.params)
+sampler = fedjax.client_samplers.UniformGetClientSampler(clients, WORK.cohort, seed=0)
+state = algorithm.init(jnp.zeros(WORK.shape))
+
+
+def rounds(state, count):
+    for _ in range(count):
+        state, _ = algorithm.apply(state, sampler.sample())
+    jax.block_until_ready(state.params)
+    return state
+
+
+state = rounds(state, 2)
+meter.first_done()
+state = rounds(state, ROUNDS)
 meter.done(ROUNDS)
+w = np.asarray(state.params)
+for _ in range(2):
+    state = rounds(state, ROUNDS)
+    meter.done(ROUNDS)
 meter.report(w)

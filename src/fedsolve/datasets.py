@@ -18,7 +18,6 @@ import os
 import shutil
 import tarfile
 import tempfile
-import urllib.request
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +103,22 @@ def cache() -> Path:
     return Path(home, "fedsolve", "data")
 
 
+def kept(name: str, make: Callable[[], Arrays]) -> Arrays:
+    """What `make` gives; from the cache, where it was once made and put there."""
+    path = cache().with_name("made") / f"{name}.npz"
+    damaged = contextlib.suppress(OSError, ValueError, EOFError, zipfile.BadZipFile)
+    with damaged, np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
+    found = make()
+    with contextlib.suppress(OSError):  # no place for it: made anew every time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
+            whole = Path(folder, path.name)
+            np.savez(whole, **found)  # type: ignore[arg-type]
+            os.replace(whole, path)
+    return found
+
+
 def _fetch(name: str, path: Path) -> None:
     """Downloads, checks and converts; the file appears at `path` whole, or not at all."""
     source = SOURCES[name]
@@ -135,6 +150,8 @@ def _fetch(name: str, path: Path) -> None:
 
 def _download(name: str, file: File, folder: Path) -> Path:
     """The file's contents (unpacked if it ends in `.gz`, unless it is an archive), checked."""
+    import urllib.request  # slow to import, and rarely needed
+
     packed = file.url.endswith(".gz") and not file.url.endswith(".tar.gz")
     target = folder / file.url.rsplit("/", 1)[1].removesuffix(".gz" if packed else "\0")
     try:

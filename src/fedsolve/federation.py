@@ -43,14 +43,20 @@ class Bytes(eqx.Module):
         return cls(jnp.uint32(0), jnp.uint32(0))
 
     def plus(self, count: Any, each: int) -> Bytes:
-        """`count` (at most 2^16) more messages of `each` bytes."""
+        """`count` more messages of `each` bytes."""
         count = jnp.asarray(count, jnp.uint32)
-        return self._carry(count * np.uint32(each >> 16), count * np.uint32(each & 0xFFFF))
+        high, low = np.uint32(each >> 16), np.uint32(each & 0xFFFF)
+        few, many = count & 0xFFFF, count >> 16
+        return self._carry(few * high + many * low + (many * high << 16), few * low)
 
     def plus_all(self, amounts: UInt32[Array, " m"]) -> Bytes:
-        """The amounts (at most 2^16 of them), added up."""
+        """The amounts (at most 2^24 of them), added up."""
+        high, middle, low = (
+            jnp.sum(part, dtype=jnp.uint32)
+            for part in (amounts >> 16, (amounts >> 8) & 0xFF, amounts & 0xFF)
+        )
         return self._carry(
-            jnp.sum(amounts >> 16, dtype=jnp.uint32), jnp.sum(amounts & 0xFFFF, dtype=jnp.uint32)
+            high + (middle >> 8) + (low >> 16), ((middle & 0xFF) << 8) + (low & 0xFFFF)
         )
 
     def __add__(self, other: Bytes) -> Bytes:

@@ -7,6 +7,7 @@ rounds as it is told and evaluates at its end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -164,28 +165,26 @@ def advance(
         state, info = Simulation(problem, state, setting).play(algorithm)
         return kept(state, problem.n, setting.mesh), info
 
-    # One trace serves both the shapes and the loop.
-    traced, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(state)
-    run_step = jaxpr_as_fun(traced)
-    structure = jax.tree.structure((state, shapes))
-
-    def body(_: Any, carry: tuple) -> tuple:
-        return structure.unflatten(run_step(*jax.tree.leaves(carry[0])))
-
     def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
         found = look(problem, algorithm, state, setting)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found
 
+    # One trace serves both the shapes and the program.
+    run_step, (_, shapes) = _traced(step, state)
+    run_look, found_shapes = _traced(look_at, state, shapes)
+
+    def body(_: Any, carry: tuple) -> tuple:
+        return run_step(carry[0])
+
     def slot(carry: tuple[State, Any], span: Int[Array, "3"]) -> tuple[Any, dict[str, Any]]:
         (state, stopped), (start, stop, wanted) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, jnp.where(stopped, start, stop), body, (state, nothing))
-        found_shapes = jax.eval_shape(look_at, state, info)
         found = lax.cond(
             (wanted > 0) & ~stopped,
-            look_at,
+            run_look,
             lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
             state,
             info,
@@ -194,6 +193,17 @@ def advance(
 
     (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
     return state, everywhere(entries, setting.mesh)
+
+
+def _traced(function: Callable, *given: PyTree) -> tuple[Callable, PyTree]:
+    """The function, traced once for arguments of these shapes; and the shapes of what it gives."""
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
+    run, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)
+
+    def call(*arguments: PyTree) -> PyTree:
+        return structure.unflatten(run(*jax.tree.leaves(arguments)))
+
+    return call, shapes
 
 
 @eqx.filter_jit

@@ -89,6 +89,11 @@ class Store:
         """How many clients have a row."""
         return len(self._index)
 
+    @property
+    def row(self) -> int:
+        """The bytes of one."""
+        return self._first.dtype.itemsize
+
     def take(self, clients: Clients) -> np.ndarray:
         """The clients' rows."""
         slots = np.asarray([self._index.get(int(client), -1) for client in clients], np.int64)

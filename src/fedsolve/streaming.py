@@ -4,6 +4,9 @@ A round is one compiled program over the rows of its cohort. Who that is, is fou
 algorithm's round is followed up to its first question. While a round computes, the rows of the
 next cohort are fetched. It may turn out to be another one (where drawing depends on the answers);
 then it is fetched again. So memory is that of two cohorts, whatever the number of clients.
+
+A round that asks others as well, or everyone, is cut at its questions (`stages`): each is answered
+block by block. Then what is in memory is a block of clients, and the replies of all that are asked.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Cohort, Federation, State
+from fedsolve.federation import Bytes, Cohort, Federation, State
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.setting import Setting
 from fedsolve.simulation import Simulation, client_values, combined
+from fedsolve.stages import Asked, answered, asks_one_cohort, played
 from fedsolve.stopping import wants_gradient
 from fedsolve.store import Store
 
@@ -69,15 +73,8 @@ class Streamed(Simulation):
     def _rows(self, cohort: Cohort) -> Any:
         if self.cohort is None:
             self.cohort = cohort
-        if self.cohort is not cohort:
-            raise InvalidInput(_ONE)
+        assert self.cohort is cohort, "one cohort a round, or else `stages`"
         return slice(None)
-
-
-_ONE = (
-    "The streamed runtime holds one cohort a round, drawn before anyone is asked; this algorithm "
-    "asks others as well (all clients, or candidates)."
-)
 
 
 @eqx.filter_jit
@@ -85,8 +82,6 @@ def _planned(problem: Problem, algorithm: Algorithm, state: State, clients: int)
     try:
         _Plan(problem, state, clients).play(algorithm)
     except _Asked as asked:
-        if isinstance(asked.cohort, np.ndarray):
-            raise InvalidInput(_ONE) from None
         return asked.cohort
     raise InvalidInput("This algorithm asks nobody.")
 
@@ -109,7 +104,8 @@ def _played(
 def _looked(
     problem: Problem, w: Float[Array, " d"], state: State, first: Any, setting: Setting
 ) -> dict[str, PyTree]:
-    return client_values(problem, w, state.evaluation_key, first, setting)
+    gradient = wants_gradient(setting.stop)
+    return client_values(problem, w, state.evaluation_key, first, setting, gradient)
 
 
 _combined = eqx.filter_jit(combined)
@@ -121,7 +117,7 @@ class Stream:
     def __init__(
         self, problem: Problem, algorithm: Algorithm, setting: Setting, place: Any, dtype: Any
     ):
-        if setting.follow or wants_gradient(setting.stop):
+        if setting.follow:
             raise InvalidInput("The streamed runtime follows f, g and the metrics only.")
         self._whole, self._dtype, self._setting = problem, dtype, setting
         self._algorithm, self.clients = algorithm, problem.n
@@ -132,20 +128,29 @@ class Stream:
         self._waiting: tuple[np.ndarray, Future] | None = None  # the next cohort, as it seems
         self._written = np.zeros(0, np.int32)  # since that was fetched
         self._at = 0  # the round of what the store holds
+        self._replies: dict[int, PyTree] = {}  # shapes, by the number of the question
+        self._one_cohort = True
         self.store: Store
 
     def start(self, words: UInt32[Array, " words"]) -> State:
         """The state before the first round, without any client's."""
         key, timed = jax.random.wrap_key_data(words), self._setting.clock is not None
-        state = State.start(self._one, self._algorithm, key, 1, timed)
-        participation = self._algorithm.init_participation(state.w, self.clients)
-        own, self._shape = jax.tree.flatten((state.clients, state.memory, state.seen))
-        fields = [(f"f{i}", leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(own)]
-        first = np.zeros((), np.dtype(fields))
-        for (name, _, _), leaf in zip(fields, own, strict=True):
+        one = State.start(self._one, self._algorithm, key, 1, timed)
+        everyone = Bytes(*jnp.zeros((2, self.clients), jnp.uint32))
+        participation = self._algorithm.init_participation(one.w, self.clients)
+        state = dataclasses.replace(one, participation=participation, seen=everyone)
+        known = self._one, self._algorithm, state, self._setting, self.clients
+        self._one_cohort = asks_one_cohort(*known)
+        own, self._shape = jax.tree.flatten(self._own(one))
+        self._names = [f"f{i}" for i in range(len(own))]
+        fields = [
+            (name, leaf.dtype, leaf.shape[1:]) for name, leaf in zip(self._names, own, strict=True)
+        ]
+        first = np.zeros((), np.dtype(fields or [("nothing", np.uint8)]))
+        for name, leaf in zip(self._names, own, strict=True):
             first[name] = np.asarray(leaf)[0]
         self.store = Store(self._place, first)
-        return _without_clients(dataclasses.replace(state, participation=participation))
+        return self._without_clients(state)
 
     def advance(self, state: State, spans: Any) -> tuple[State, dict[str, Any]]:
         """As `simulation.advance`, round by round."""
@@ -174,27 +179,87 @@ class Stream:
         self._at = int(state.round)
 
     def _round(self, state: State) -> tuple[State, dict[str, Any]]:
+        if not self._one_cohort:
+            return self._in_stages(state)
         cohort = self._cohort(state)
         data, rows = self._fetched(cohort)
-        own = [jnp.asarray(rows[name]) for name in rows.dtype.names or ()]
-        clients, memory, seen = jax.tree.unflatten(self._shape, own)
-        now = dataclasses.replace(state, clients=clients, memory=memory, seen=seen)
+        now = self._with_clients(state, rows)
         guess = self._cohort(dataclasses.replace(state, round=state.round + 1))
         self._waiting = guess, self._pool.submit(self._fetch, guess)
         problem, who = self._problem(data), jnp.asarray(cohort)
         after, info, agree = _played(
             problem, self._algorithm, now, who, self._setting, self.clients
         )
-        moved = np.zeros(len(cohort), rows.dtype)
-        leaves = jax.tree.leaves((after.clients, after.memory, after.seen))
-        for name, leaf in zip(rows.dtype.names or (), leaves, strict=True):
-            moved[name] = np.asarray(leaf)
+        moved = self._own(after)
+        jax.block_until_ready(moved)
         self._waiting[1].result()  # a store is read and written by one at a time
-        changed = (_bytes(moved) != _bytes(rows)).any(axis=1)
-        self.store.put(cohort[changed], moved[changed])
-        self._written = cohort[changed]
+        self._written = self._keep(cohort, rows, moved)
         assert bool(agree), "the cohort was drawn otherwise than planned"
-        return _without_clients(after), info
+        return self._without_clients(after), info
+
+    def _in_stages(self, state: State) -> tuple[State, dict[str, Any]]:
+        """A round of several cohorts, from question to question."""
+        now, known = self._with_clients(state, self.store.take(np.zeros(1, np.int32))), []
+        while True:
+            found = played(self._one, self._algorithm, now, self._setting, self.clients, known)
+            if not isinstance(found, Asked):
+                return self._without_clients(found[0]), found[1]
+            known.append(self._answers(state, found, len(known)))
+
+    def _answers(self, state: State, asked: Asked, exchange: int) -> PyTree:
+        """The replies of those that were asked, block by block; zeros where none will arrive."""
+        cohort, arrived = np.asarray(asked.cohort), np.asarray(asked.arrived)
+        size = min(self._block, len(cohort))
+
+        def block(who: np.ndarray, rows: np.ndarray) -> tuple[Any, ...]:
+            now = dataclasses.replace(self._with_clients(state, rows), seen=None)
+            problem = self._problem(self._data(who))
+            return problem, self._algorithm, now, asked, exchange, jnp.asarray(who)
+
+        shapes = self._replies.get(exchange)
+        if shapes is None:
+            first = block(cohort[:size], self.store.take(cohort[:size]))
+            self._replies[exchange] = shapes = eqx.filter_eval_shape(answered, *first)[1]
+        found = jax.tree.map(lambda s: np.zeros((len(cohort), *s.shape[1:]), s.dtype), shapes)
+        for first in range(0, len(cohort), size):
+            begin = min(first, len(cohort) - size)  # all have the same size: the last looks back
+            here = slice(begin, begin + size)
+            heard = np.flatnonzero(arrived[here] & (np.arange(size) >= first - begin))
+            if len(heard):
+                who, rows = cohort[here], self.store.take(cohort[here])
+                moved, replies = answered(*block(who, rows))
+                self._keep(who[heard], rows[heard], moved, heard)
+                for all, part in zip(*map(jax.tree.leaves, (found, replies)), strict=True):
+                    all[begin + heard] = np.asarray(part)[heard]
+        return jax.tree.map(jnp.asarray, found)
+
+    def _own(self, state: State) -> tuple[PyTree, ...]:
+        """What there is for each client. What each has seen of w is the server's to know: where
+        all may be asked, it stays in memory."""
+        own = state.clients, state.memory
+        return (*own, state.seen) if self._one_cohort else own
+
+    def _with_clients(self, state: State, rows: np.ndarray) -> State:
+        own = [jnp.asarray(rows[name]) for name in self._names]
+        clients, memory, *seen = jax.tree.unflatten(self._shape, own)
+        return dataclasses.replace(
+            state, clients=clients, memory=memory, seen=seen[0] if seen else state.seen
+        )
+
+    def _without_clients(self, state: State) -> State:
+        seen = None if self._one_cohort else state.seen
+        return dataclasses.replace(state, clients=None, memory=None, seen=seen)
+
+    def _keep(
+        self, who: np.ndarray, rows: np.ndarray, moved: PyTree, places: Any = slice(None)
+    ) -> np.ndarray:
+        """Writes the rows that changed; says whose. They are at those places of `moved`."""
+        after = np.zeros(len(who), rows.dtype)
+        for name, leaf in zip(self._names, jax.tree.leaves(moved), strict=True):
+            after[name] = np.asarray(leaf)[places]
+        changed = (_bytes(after) != _bytes(rows)).any(axis=1)
+        self.store.put(who[changed], after[changed])
+        return who[changed]
 
     def _cohort(self, state: State) -> np.ndarray:
         return np.asarray(_planned(self._one, self._algorithm, state, self.clients))
@@ -228,23 +293,34 @@ class Stream:
 
     def _evaluate(self, state: State) -> dict[str, Any]:
         """f and g over all clients, a block of them after the other."""
-        n, leaves = self.clients, jax.tree.leaves(self._whole.samples)
-        each = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape[1:])) for leaf in leaves)
-        size = min(max(BLOCK // max(each, 1), 1), n)
+        n, size = self.clients, self._block
+        alike = not wants_gradient(
+            self._setting.stop
+        )  # sums of gradients have no rows to leave out
         found: list[PyTree] = []
         for first in range(0, n, size):
-            begin = min(first, n - size)  # all blocks have the same size: the last looks back
-            block = self._problem(self._data(np.arange(begin, begin + size)))
+            begin = min(first, n - size) if alike else first  # of one size: the last looks back
+            block = self._problem(self._data(np.arange(begin, min(begin + size, n))))
             values = _looked(block, state.w, state, jnp.int32(begin), self._setting)
             found.append(jax.tree.map(lambda leaf, at=first - begin: np.asarray(leaf)[at:], values))
         values = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *found)
         return _combined(self._rest, state.w, values)
 
+    @property
+    def _block(self) -> int:
+        """So many clients are looked at in one piece."""
+        leaves = jax.tree.leaves(self._whole.samples)
+        each = self.store.row + sum(x.dtype.itemsize * int(np.prod(x.shape[1:])) for x in leaves)
+        return min(max(BLOCK // max(each, 1), 1), self.clients)
+
     def _nothing(self, state: State) -> dict[str, Any]:
         """In the form of an evaluation."""
 
         def look() -> dict[str, Any]:
-            return combined(self._rest, state.w, client_values(self._one, state.w))
+            gradient = wants_gradient(self._setting.stop)
+            return combined(
+                self._rest, state.w, client_values(self._one, state.w, gradient=gradient)
+            )
 
         shapes = jax.eval_shape(look)
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
@@ -256,7 +332,3 @@ def _bytes(rows: np.ndarray) -> np.ndarray:
 
 def _with_samples(problem: Problem, samples: Any) -> Problem:
     return eqx.tree_at(lambda p: p.samples, problem, samples, is_leaf=lambda node: node is None)
-
-
-def _without_clients(state: State) -> State:
-    return dataclasses.replace(state, clients=None, memory=None, seen=None)

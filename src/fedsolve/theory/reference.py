@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
-from scipy import optimize
 
 from fedsolve.domains import Ball, Box, Simplex, WholeSpace
 from fedsolve.errors import InvalidInput
@@ -66,6 +65,8 @@ def optimum(
 def least(problem: Problem) -> float:
     """The least value of a smooth convex f over all of R^d, by a quasi-Newton method in double
     precision, however many parameters there are. Nothing is proved about it."""
+    from scipy import optimize  # half a second of every start, where it is not needed
+
     check_functions(problem)
     if problem.constraint is not None or not isinstance(problem.domain, WholeSpace):
         raise InvalidInput("The least f is looked for without constraint only; give the optimum.")
@@ -169,6 +170,8 @@ class Search:
                 least = max(least, -(slope @ slope) / (2 * self.curvature))
             return float(f + multiplier * g + least)
 
+        from scipy import optimize
+
         top = 1.0
         while bound(2 * top) > bound(top) and top < 1e12:
             top *= 2
@@ -202,6 +205,8 @@ def _value_and_slope(problem: Problem, y: Float[Array, " d"]) -> tuple[Any, Any]
 
 def _minimise(look: Any, start: Vector, domain: Any) -> Vector:
     """Sequential quadratic programming under g ≤ 0 and the domain."""
+    from scipy import optimize
+
     constraints: list[dict[str, Any]] = [
         {"type": "ineq", "fun": lambda y: -look(y)[1], "jac": lambda y: -look(y)[3]}
     ]

@@ -1,0 +1,116 @@
+"""Fedsolve on pfl's CIFAR-10 configuration, on whatever device JAX has.
+
+    COMPUTE=bfloat16 python benchmarks/peers/run.py --work cifar10 Fedsolve
+
+Clients' convolutions have weights of their own. As one grouped convolution that is slow on a GPU;
+as products with every pixel's neighbourhood (`unfolded`) they are one batched matrix product.
+`CONVOLUTION=grouped` is for comparison.
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from work import ROUNDS, WORK, Meter, data
+
+import fedsolve as fs
+from fedsolve.models import halve, unfolded
+from fedsolve.samples import Samples
+
+COMPUTE = os.environ.get("COMPUTE", "float32")
+GROUPED = os.environ.get("CONVOLUTION") == "grouped"
+NONE = ((0, 0), (0, 0))
+
+
+def convolve(maps, weight):
+    if not GROUPED:
+        return unfolded(maps, weight, (1, 1), NONE)
+    names = ("NHWC", "OIHW", "NHWC")
+    return jax.lax.conv_general_dilated(maps, weight, (1, 1), NONE, dimension_numbers=names)
+
+
+def dropped(rows, rate, key):
+    if key is None:
+        return rows
+    kept = jax.random.bernoulli(key, 1 - rate, rows.shape)
+    return jnp.where(kept, rows / (1 - rate), 0)
+
+
+def scores(params, images, key=None):
+    first, second = (None, None) if key is None else jax.random.split(key)
+    params = jax.tree.map(lambda leaf: leaf.astype(COMPUTE), params)
+    maps = images.astype(COMPUTE) / 255
+    for layer in params["convolutions"]:
+        maps = jax.nn.relu(convolve(maps, layer["weight"]) + layer["bias"])
+    rows = dropped(halve(maps).reshape(len(maps), -1), 0.25, first)
+    rows = jax.nn.relu(rows @ params["hidden"]["weight"] + params["hidden"]["bias"])
+    rows = dropped(rows, 0.5, second)
+    return (rows @ params["head"]["weight"] + params["head"]["bias"]).astype(jnp.float32)
+
+
+def loss(params, data):
+    key = jax.random.wrap_key_data(data["noise"]) if "noise" in data else None
+    shares = jax.nn.log_softmax(scores(params, data["x"], key))
+    return -jnp.mean(jnp.take_along_axis(shares, data["y"][:, None].astype(int), axis=1))
+
+
+def accuracy(params, test):
+    def right(pair):
+        return jnp.argmax(scores(params, pair[0][None]), axis=1)[0] == pair[1]
+
+    return jnp.mean(jax.lax.map(right, (test["x"], test["y"]), batch_size=500))
+
+
+class Noisy(fs.Client):
+    """A client whose steps drop units, by the key that draws its minibatch."""
+
+    def _look(self, key):
+        drawn = super()._look(key)
+        own = jax.random.fold_in(self.key if key is None else key, 1)
+        return Samples({**drawn.values, "noise": jax.random.key_data(own)})
+
+
+class Dropping(fs.Problem):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+
+    def client(self, *seen):
+        return Noisy(self, *seen)
+
+
+def start(key):
+    """Glorot's uniform weights, as pfl's; a dense weight lies as (before, after)."""
+    keys = jax.random.split(key, 4)
+    conv = jax.nn.initializers.glorot_uniform(in_axis=1, out_axis=0)
+    dense = jax.nn.initializers.glorot_uniform()
+    shapes = (32, 3, 3, 3), (64, 32, 3, 3)
+    layers = [
+        {"weight": conv(k, shape), "bias": jnp.zeros(shape[0])}
+        for k, shape in zip(keys, shapes, strict=False)
+    ]
+    return {
+        "convolutions": layers,
+        "hidden": {"weight": dense(keys[2], (14 * 14 * 64, 128)), "bias": jnp.zeros(128)},
+        "head": {"weight": dense(keys[3], (128, 10)), "bias": jnp.zeros(10)},
+    }
+
+
+meter = Meter()
+x, y = data()
+test = np.load(os.environ["DATA"])
+problem = Dropping(
+    loss,
+    {"x": x, "y": y},
+    start(jax.random.key(0)),
+    batch_size=WORK.batch,
+    test={"x": test["test_x"], "y": test["test_y"]},
+    metrics={"accuracy": accuracy},
+)
+algorithm = fs.FedAvg(WORK.rate, local_steps=WORK.steps, participants=WORK.cohort)
+run = fs.solve(problem, algorithm, 1, evaluate_every=ROUNDS + 1)
+state = run.state
+meter.first_done()
+run = fs.solve(problem, algorithm, ROUNDS + 1, evaluate_every=ROUNDS + 1, resume=state)
+meter.done(ROUNDS)  # with the one evaluation at its end
+meter.report(loss=run.history["objective"][-1], accuracy=run.history["accuracy"][-1])
