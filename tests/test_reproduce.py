@@ -173,6 +173,7 @@ def test_measures():
         "round": np.arange(10, 101, 10),
         "constraint": np.array([1.0, 0, 1, 0, 0, 0, 0, 0, 0.2, 0.4]),
         "reward": np.arange(10.0),
+        "epochs": np.arange(10, 101, 10) // 20,
     }
     run = reproduce.Recorded(history, fs.FedSGM(0.1, 0.3), seed=0, allowed=200)
     for column, expected in {
@@ -180,6 +181,8 @@ def test_measures():
         "reward@30": 2,
         "reward@500": np.nan,
         "reward@end": 9,
+        "reward@2 epochs": 3,
+        "reward@30 steps": 2,  # there are none in the history: rounds
         "constraint": 0.3,
         "over": 0.5,
         "deviation": 0.1,

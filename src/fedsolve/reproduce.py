@@ -198,6 +198,7 @@ def measured(column: str, run: Recorded) -> float:
     | `over` | the share of evaluations with g above the tolerance |
     | `deviation` | the standard deviation of g |
     | `reward@100`, `reward@end` | at that round; at the end |
+    | `test_accuracy@20 epochs` | at the end of that epoch; of that round, where rounds have none |
     | `violations` | all evaluations with g above the tolerance, after the first without |
     | `seconds` | of the run, with compiling |
     | `CR` | FedADMM's communication rounds (29) until a rule stopped the run |
@@ -219,7 +220,9 @@ def measured(column: str, run: Recorded) -> float:
     values = run.history[name]
     if not at:
         return float(np.mean(values[late]))
-    row = -1 if when == "end" else int(np.searchsorted(run.history["round"], int(when)))
+    number, _, unit = when.partition(" ")
+    axis = unit if unit in run.history else "round"
+    row = -1 if when == "end" else int(np.searchsorted(run.history[axis], int(number)))
     return float(values[row]) if row < len(values) else np.nan
 
 

@@ -99,7 +99,8 @@ def _numbers(entry: Entry, rows: list[dict[str, Any]]) -> str:
 
 def _heading(column: str) -> str:
     name, _, when = column.partition("@")
-    when = {"": "", "end": ", end"}.get(when, f", round {when}")
+    at = f", after {when}" if " " in when else f", round {when}"
+    when = {"": "", "end": ", end"}.get(when, at)
     return HEADINGS.get(name, name) + when
 
 

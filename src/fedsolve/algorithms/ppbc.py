@@ -21,8 +21,9 @@ A round is one iteration of an epoch: every client that is up computes, those se
 paper client m keeps g_m = (1 − θ) Σ_h (1/M − π̃_m)∇f_m. Their sum is all that the server uses, and
 it knows the part with π̃ itself, so clients need not be told π̃: they keep and send `gathered`.
 
-A round that ends an epoch (`epoch_end` in the history) also makes the next one's first move,
-line 7; its parameters are the next epoch's start x^{k,0}, where the theorems hold: measure there.
+A round that ends an epoch (`epoch_end` in the history; `epochs` counts them) also makes the next
+one's first move, line 7; its parameters are the next epoch's start x^{k,0}, where the theorems hold:
+measure there.
 Empty epochs (H = 0) need no round of their own: all they do is to forget `previous`.
 """
 
@@ -235,7 +236,7 @@ class PPBC(Participating):
         total = server.messages + messages
         epoch, sent, done = server.epoch + ends, jnp.where(ends, 0, sent), jnp.where(ends, 0, done)
         now = Server(x, previous, sent, epoch, done, total)
-        info = {"cohort": cohort, "weights": share, "epoch_end": ends}
+        info = {"cohort": cohort, "weights": share, "epoch_end": ends, "epochs": epoch}
         info |= {} if up is True else {"up": up}
         return now, info | {"messages": messages, "messages_total": total}
 
