@@ -1,5 +1,5 @@
-"""Kills an algorithm's run again and again; `python tests/survivor.py [KILLS]` does it to all that
-are in the conformance list.
+"""Kills an algorithm's run again and again; `python tests/survivor.py KILLS` does it to all that
+there are: the conformance list, and those that have tests of their own.
 
 A run is a process of its own that saves itself after every round. It is SIGKILLed at random moments
 (while it starts, computes or saves) and started again, to go on from its file. In the end it is
@@ -26,6 +26,11 @@ import fedsolve as fs
 from fedsolve.checkpoints import exists
 from test_conformance import ALGORITHMS
 
+EVERY = ALGORITHMS | {
+    "FedAvg, Top-K": fs.FedAvg(0.05, participants=3, uplink=fs.TopK(0.6), downlink=fs.TopK(0.6)),
+    "FedDyn": fs.FedDyn(0.05, participants=3, local_steps=2),
+    "MOON, Top-K": fs.MOON(0.05, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
+}
 ROUNDS = 3000
 AFTERWARDS = 0.15  # seconds after its first checkpoint within which a run is killed
 STARTING = 0.3  # so many of the kills come before that
@@ -33,10 +38,17 @@ STARTING = 0.3  # so many of the kills come before that
 
 def live(folder: Path, name: str, every: int) -> None:
     """A run, from its file on if there is one."""
-    file = folder / "run"
+    file, base = folder / "run", examples.least_squares()
+    problem = fs.Problem(
+        examples.quadratic,
+        base.samples.values,
+        base.params,
+        examples.half_space,
+        representation=lambda w, data: data["inputs"] * w,  # for MOON
+    )
     run = fs.solve(
-        examples.least_squares(),
-        ALGORITHMS[name],
+        problem,
+        EVERY[name],
         ROUNDS,
         checkpoint=file,
         checkpoint_every=every,
@@ -104,7 +116,7 @@ def _written(file: Path) -> int:
 
 
 if __name__ == "__main__":
-    for algorithm in ALGORITHMS:
+    for algorithm in sys.argv[2:] or EVERY:
         with tempfile.TemporaryDirectory() as scratch:
             began = time.monotonic()
             survived = survive(Path(scratch), algorithm, int((sys.argv[1:] or ["30"])[0]))

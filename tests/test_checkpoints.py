@@ -21,7 +21,6 @@ import fedsolve as fs
 import survivor
 from fedsolve import checkpoints, folder
 from test_cli import fedsolve  # noqa: F401
-from test_conformance import ALGORITHMS
 
 KILLS = int(os.environ.get("FEDSOLVE_KILLS", "2"))
 EXPERIMENT = """
@@ -249,7 +248,7 @@ def test_two_processes_cannot_work_in_one_folder(fedsolve, tmp_path):  # noqa: F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", survivor.EVERY)
 def test_every_algorithm_survives_sigkill(name, tmp_path):
     """Thirty kills of each, unless FEDSOLVE_KILLS says otherwise."""
     kills = int(os.environ.get("FEDSOLVE_KILLS", "30"))
