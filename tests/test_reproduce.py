@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import fedsolve as fs
-from fedsolve import config, folder, reproduce, results
+from fedsolve import config, folder, kinds, reproduce, results
 from test_cli import fedsolve  # noqa: F401  (a fixture)
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -61,7 +61,7 @@ def test_experiments_of_the_catalogue_can_be_built(entry):
             for changes in table["variants"].values():
                 for key in [key for key in changes if key.startswith("problem.")]:
                     table["problem"][key.removeprefix("problem.")] = changes.pop(key)
-            make = config.PROBLEMS[table["problem"].pop("kind")]
+            make = kinds.PROBLEMS[table["problem"].pop("kind")]
             own = {key: value for key, value in table["problem"].items() if key != "pooled"}
             inspect.signature(make).bind(**own)
             if table["algorithm"]["kind"] != "IncentFedAvg":  # whose game needs the data
@@ -174,6 +174,7 @@ def test_measures():
         "constraint": np.array([1.0, 0, 1, 0, 0, 0, 0, 0, 0.2, 0.4]),
         "reward": np.arange(10.0),
         "epochs": np.arange(10, 101, 10) // 20,
+        "steps": np.full(10, np.nan),
     }
     run = reproduce.Recorded(history, fs.FedSGM(0.1, 0.3), seed=0, allowed=200)
     for column, expected in {
@@ -182,7 +183,7 @@ def test_measures():
         "reward@500": np.nan,
         "reward@end": 9,
         "reward@2 epochs": 3,
-        "reward@30 steps": 2,  # there are none in the history: rounds
+        "reward@30 steps": 2,  # only other variants have them: rounds
         "constraint": 0.3,
         "over": 0.5,
         "deviation": 0.1,

@@ -62,25 +62,25 @@ def options(
 @app.command("list")
 def list_all() -> None:
     """Lists experiments, algorithms, problems, compressors and other parts."""
-    from fedsolve import config
+    from fedsolve import config, kinds
 
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
     experiments = {name: config.read(name).get("title", "") for name in config.experiment_names()}
-    others = {k: v for k, v in config.PARTS.items() if k not in config.COMPRESSORS}
+    others = {k: v for k, v in kinds.PARTS.items() if k not in kinds.COMPRESSORS}
     sections: dict[str, dict[str, Any]] = {
         "Experiments": experiments,
-        "Algorithms": config.ALGORITHMS,
-        "Problems": config.PROBLEMS,
-        "Compressors": config.COMPRESSORS,
+        "Algorithms": kinds.ALGORITHMS,
+        "Problems": kinds.PROBLEMS,
+        "Compressors": kinds.COMPRESSORS,
         "Other parts": others,
-        "Rules that stop a run": config.RULES,
+        "Rules that stop a run": kinds.RULES,
     }
     for title, entries in sections.items():
         table.add_row(f"[bold]{title}[/bold]", "")
         for name, entry in entries.items():
-            table.add_row(f"  {name}", entry if isinstance(entry, str) else config.summary(entry))
+            table.add_row(f"  {name}", entry if isinstance(entry, str) else kinds.summary(entry))
     out.print(table)
 
 

@@ -29,6 +29,7 @@ from fedsolve.checkpoints import write_atomically
 from fedsolve.config import Experiment
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
+from fedsolve.kinds import check_known
 from fedsolve.theory.fedadmm import communication_rounds
 
 STATES = ("whole", "in part", "other data", "settings")
@@ -118,7 +119,7 @@ def _quick(paper: dict[str, Any], figure: dict[str, Any]) -> dict[str, Any]:
 def find(name: str) -> Entry:
     """The figure or table of that name, which must be one that can be run."""
     entries = catalogue()
-    config.check_known(name, entries, "figure or table")
+    check_known(name, entries, "figure or table")
     if not entries[name].experiments:
         raise InvalidInput(f"There is nothing to run for {name}: {entries[name].note}")
     return entries[name]
@@ -221,7 +222,8 @@ def measured(column: str, run: Recorded) -> float:
     if not at:
         return float(np.mean(values[late]))
     number, _, unit = when.partition(" ")
-    axis = unit if unit in run.history else "round"
+    counted = np.isfinite(run.history.get(unit, np.nan)).any()  # else other variants are
+    axis = unit if counted else "round"
     row = -1 if when == "end" else int(np.searchsorted(run.history[axis], int(number)))
     return float(values[row]) if row < len(values) else np.nan
 

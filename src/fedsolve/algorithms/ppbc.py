@@ -22,8 +22,8 @@ paper client m keeps g_m = (1 − θ) Σ_h (1/M − π̃_m)∇f_m. Their sum is 
 it knows the part with π̃ itself, so clients need not be told π̃: they keep and send `gathered`.
 
 A round that ends an epoch (`epoch_end` in the history; `epochs` counts them) also makes the next
-one's first move, line 7; its parameters are the next epoch's start x^{k,0}, where the theorems hold:
-measure there.
+one's first move, line 7; its parameters are the next epoch's start x^{k,0}, where the theorems
+hold: measure there.
 Empty epochs (H = 0) need no round of their own: all they do is to forget `previous`.
 """
 
