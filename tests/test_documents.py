@@ -154,9 +154,12 @@ def test_every_page_is_in_the_navigation():
     assert {page for page in pages if page not in listed} == set()
 
 
-def test_the_page_on_runs_works():
-    (example,) = blocks("docs/runs.md")
-    exec(example, {})
+def test_the_page_on_runs_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks("docs/runs.md"):
+        exec(block, names)
+    assert (tmp_path / "switching.pdf").exists()
 
 
 def test_the_page_on_scale_works(tmp_path, monkeypatch):

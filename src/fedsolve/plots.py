@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from fedsolve.errors import InvalidInput
 
@@ -33,6 +35,10 @@ TITLES = {
     "reward": "Reward of an episode",
     "cost": "Cost of an episode",
     "test_accuracy": "Test accuracy",
+    "switch": "Switching weight",
+    "compression_error": "Compression error, downlink",
+    "uplink_error": "Compression error, uplink",
+    "cohort": "Participation",
 }
 USUAL = ("objective", "constraint", "participation")
 
@@ -42,7 +48,9 @@ AXES = {
     "seconds_total": "Simulated time (s)",
     "bytes_up_total": "Bytes sent up",
     "bytes_down_total": "Bytes sent down",
+    "messages_both_ways": "Messages",
 }
+BINS = 200  # of rounds in a heat map
 Groups = Mapping[str, list[Any]]  # runs by label
 
 
@@ -53,14 +61,16 @@ def plot(
     lines: Mapping[str, float] | None = None,
     band: float | None = None,
     against: str = "round",
+    width: float | None = None,
 ) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds, or another entry of
     the history that grows, such as `seconds_total` or `bytes_up_total`: for each label the mean
     over its runs, and the band from the least to the greatest. Of what clients have one each
     (contributions), a line for each client of the last label's first run, and a dashed one where
     the algorithm says that it settles. `panels` are the entries of the history that are shown, if
-    all runs have them, `lines` a level to compare some of them with, and `band` so many standard
-    deviations in place of least and greatest.
+    all runs have them (of `cohort`, which names the clients of a round, a heat map of that first
+    run), `width` is in inches, `lines` a level to compare some of them with, and `band` so many
+    standard deviations in place of least and greatest.
 
     Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
     word before a colon.
@@ -75,22 +85,27 @@ def plot(
     panels = [name for name in panels if all(name in run.history for run in runs)]
     columns = _columns(groups)
     alone = len(columns) == 1
-    rows, across = (1, len(panels)) if alone else (len(panels), len(columns))
+    across = min(len(panels), 3) if alone else len(columns)
+    rows = math.ceil(len(panels) / across) if alone else len(panels)
     with context(STYLE):
         single = all(runs[0].history[name].ndim == 1 for name in panels)  # not a line a client
         crowded = alone and single and len(groups) > 3
-        wide = 3.4 * across + (1.6 if crowded else 0.2)
-        figure = Figure(figsize=(wide, 2.6 * rows + 0.1), layout="constrained")
+        beside = 1.6 if crowded else 0.2
+        each = 3.4 if width is None else max((width - beside) / across, 1.0)
+        size = (each * across + beside, (0.5 + 0.62 * each) * rows + 0.1)
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
         for column, (heading, shown) in enumerate(columns.items()):
             for row, name in enumerate(panels):
-                axis = axes[0, row] if alone else axes[row, column]
-                title = f"{TITLES[name]}, {heading}" if heading else TITLES[name]
+                axis = axes[divmod(row, across)] if alone else axes[row, column]
+                title = TITLES.get(name, name) + (f", {heading}" if heading else "")
                 if name in (lines or {}):
                     axis.axhline(dict(lines or {})[name], color="black", linewidth=0.9, dashes=DOTS)
                 _panel(axis, shown, name, title, runs, band, against)
-                if axis.get_legend_handles_labels()[1] and not crowded and (alone or row == 0):
+                if axis.get_legend_handles_labels()[1] and not crowded and row < (2 if alone else 1):
                     axis.legend()
+        for axis in axes.flat[len(panels) * len(columns) :]:
+            axis.remove()
         if crowded:
             found = [axis.get_legend_handles_labels() for axis in figure.axes]
             figure.legend(*max(found, key=lambda legend: len(legend[1])), loc="outside right upper")
@@ -185,7 +200,8 @@ def _panel(
     against: str,
 ) -> None:
     if runs[0].history[name].ndim == 2:
-        _each_client(axis, list(groups.values())[-1][0], name, title, against)
+        draw = _heat_map if name == "cohort" else _each_client
+        draw(axis, list(groups.values())[-1][0], name, title, against)
         return
     for index, (label, group) in enumerate(groups.items()):
         histories = [run.history for run in group]
@@ -206,6 +222,27 @@ def _each_client(axis: Any, run: Any, name: str, title: str, against: str) -> No
             axis.axhline(settled[client], color=color, linewidth=0.8, linestyle="--", alpha=0.7)
     axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
+
+
+def _heat_map(axis: Any, run: Any, name: str, title: str, against: str) -> None:
+    ends, shares = participation(run.history[name], run.history["round"])
+    edges = np.concatenate([[0], ends])
+    axis.pcolormesh(edges, np.arange(shares.shape[1] + 1) - 0.5, shares.T, cmap="Blues", vmin=0)
+    axis.set(title=title, xlabel=AXES["round"], ylabel="Client")
+    axis.invert_yaxis()
+    axis.grid(False)
+
+
+def participation(
+    cohorts: np.ndarray, rounds: np.ndarray
+) -> tuple[Int[np.ndarray, " bins"], Float[np.ndarray, "bins clients"]]:
+    """Bins of rounds, each by its last one, and the share of its rounds in which each client took
+    part; a row of `cohorts` names the clients of a round, -1 nobody."""
+    clients, step = int(cohorts.max(initial=0)) + 1, math.ceil(len(cohorts) / BINS)
+    parts = [cohorts[k : k + step] for k in range(0, len(cohorts), step)]
+    shares = [np.bincount(p[p >= 0], minlength=clients) / len(p) for p in parts]
+    last = [int(rounds[min(k + step, len(rounds)) - 1]) for k in range(0, len(cohorts), step)]
+    return np.array(last), np.array(shares)
 
 
 def _tolerance(line: Any, runs: list[Any]) -> None:

@@ -18,8 +18,8 @@ from fedsolve.checkpoints import write_atomically
 from fedsolve.config import settings_of
 from fedsolve.errors import InvalidInput
 from fedsolve.folder import read
+from fedsolve.plots import participation
 
-BINS = 200  # of rounds in a heat map
 LINES, POINTS = 40, 400  # of what each client has: so many clients, so many rounds
 
 
@@ -98,11 +98,8 @@ def _by_client(
     """Who took part, as shares of bins of rounds; or what each client has, as lines, and where
     they are known to settle."""
     if name == "cohort":  # each row names the clients of a round
-        clients, step = int(values.max(initial=0)) + 1, math.ceil(len(values) / BINS)
-        parts = [values[k : k + step] for k in range(0, len(values), step)]
-        shares = [np.bincount(p[p >= 0], minlength=clients) / len(p) for p in parts]
-        last = [int(rounds[min(k + step, len(rounds)) - 1]) for k in range(0, len(values), step)]
-        return {"name": name, "kind": "shares", "rounds": last, "values": _rows(np.array(shares))}
+        ends, shares = participation(values, rounds)
+        return {"name": name, "kind": "shares", "rounds": ends.tolist(), "values": _rows(shares)}
     step = math.ceil(len(values) / POINTS)
     kept = values[::step, :LINES].astype(float)
     told = f"{name} ({LINES} of {values.shape[1]} clients)" if values.shape[1] > LINES else name

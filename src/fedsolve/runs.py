@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
+from fedsolve.fields import check_positive
 from fedsolve.problem import Problem
 
 if TYPE_CHECKING:
@@ -95,12 +98,18 @@ class Run:
 
         return certificate(self, optimum=optimum, accuracy=accuracy)
 
-    def plot(self, path: str | Path | None = None, against: str = "round") -> Any:
-        """Objective and constraint against rounds (or `"seconds_total"`, `"bytes_up_total"`), as a
-        matplotlib figure; saved if a path is given."""
-        from fedsolve.plots import plot
-
-        return plot({"": [self]}, path, against=against)
+    def plot(
+        self,
+        path: str | Path | None = None,
+        against: str = "round",
+        panels: Sequence[str] | None = None,
+        width: float | None = None,
+    ) -> Any:
+        """Objective and constraint, or the entries of the history that `panels` names (`"switch"`,
+        `"compression_error"`, `"cohort"`, …), against rounds (or `"seconds_total"`,
+        `"bytes_up_total"`), as a matplotlib figure so many inches wide; saved if a path is given,
+        as vectors if that ends in .pdf."""
+        return _plot({"": [self]}, path, against, panels, width)
 
 
 class Sweep:
@@ -125,15 +134,19 @@ class Sweep:
         """A pandas table of every entry of every run: settings, seed, round, values."""
         return self._frame(lambda history: history)
 
-    def plot(self, path: str | Path | None = None, against: str = "round") -> Any:
-        """Mean and band over seeds of every combination, as a matplotlib figure."""
-        from fedsolve.plots import plot
-
+    def plot(
+        self,
+        path: str | Path | None = None,
+        against: str = "round",
+        panels: Sequence[str] | None = None,
+        width: float | None = None,
+    ) -> Any:
+        """Mean and band over seeds of every combination, as `Run.plot` shows a run."""
         groups: dict[str, list[Run]] = {}
         for run in self.runs:
             label = ", ".join(f"{name} = {value}" for name, value in run.settings.items())
             groups.setdefault(label, []).append(run)
-        return plot(groups, path, against=against)
+        return _plot(groups, path, against, panels, width)
 
     def __repr__(self) -> str:
         return repr(self.table)
@@ -141,6 +154,25 @@ class Sweep:
     def _frame(self, choose: Any) -> Any:
         labels = [{k: _label(v) for k, v in run.settings.items()} for run in self.runs]
         return tidy(list(zip(labels, self.runs, strict=True)), choose)
+
+
+def _plot(
+    groups: dict[str, list[Run]],
+    path: str | Path | None,
+    against: str,
+    panels: Sequence[str] | None,
+    width: float | None,
+) -> Any:
+    from fedsolve.plots import USUAL, plot
+
+    histories = [run.history for group in groups.values() for run in group]
+    for name in panels or ():
+        if not all(name in history for history in histories):
+            known = [name for name in histories[0] if all(name in each for each in histories)]
+            raise InvalidInput(f"Runs have no {name!r} to show; they have {', '.join(known)}.")
+    if width is not None:
+        check_positive("width", width)
+    return plot(groups, path, panels or USUAL, against=against, width=width)
 
 
 def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:
