@@ -61,7 +61,7 @@ def plot(
     lines: Mapping[str, float] | None = None,
     band: float | None = None,
     against: str = "round",
-    width: float | None = None,
+    width: float | int | None = None,
 ) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds, or another entry of
     the history that grows, such as `seconds_total` or `bytes_up_total`: for each label the mean
@@ -102,7 +102,8 @@ def plot(
                 if name in (lines or {}):
                     axis.axhline(dict(lines or {})[name], color="black", linewidth=0.9, dashes=DOTS)
                 _panel(axis, shown, name, title, runs, band, against)
-                if axis.get_legend_handles_labels()[1] and not crowded and row < (2 if alone else 1):
+                has_labels = axis.get_legend_handles_labels()[1] and not crowded
+                if has_labels and row < (2 if alone else 1):
                     axis.legend()
         for axis in axes.flat[len(panels) * len(columns) :]:
             axis.remove()

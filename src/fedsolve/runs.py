@@ -103,7 +103,7 @@ class Run:
         path: str | Path | None = None,
         against: str = "round",
         panels: Sequence[str] | None = None,
-        width: float | None = None,
+        width: float | int | None = None,
     ) -> Any:
         """Objective and constraint, or the entries of the history that `panels` names (`"switch"`,
         `"compression_error"`, `"cohort"`, …), against rounds (or `"seconds_total"`,
@@ -139,7 +139,7 @@ class Sweep:
         path: str | Path | None = None,
         against: str = "round",
         panels: Sequence[str] | None = None,
-        width: float | None = None,
+        width: float | int | None = None,
     ) -> Any:
         """Mean and band over seeds of every combination, as `Run.plot` shows a run."""
         groups: dict[str, list[Run]] = {}
@@ -161,7 +161,7 @@ def _plot(
     path: str | Path | None,
     against: str,
     panels: Sequence[str] | None,
-    width: float | None,
+    width: float | int | None,
 ) -> Any:
     from fedsolve.plots import USUAL, plot
 
