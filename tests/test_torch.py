@@ -318,8 +318,10 @@ def test_a_convolutional_network_learns_and_comes_back():
         metrics={"accuracy": accuracy},
         batch_size=8,
     )
+    with torch.no_grad():
+        first = F.cross_entropy(module(images.flatten(0, 1)), labels.flatten()).item()
     run = fs.solve(problem, fs.FedSGM(0.3, local_steps=2), rounds=60, evaluate_every=10)
-    assert run.history["objective"][-1] < 0.75 * run.history["objective"][0]
+    assert run.history["objective"][-1] < 0.7 * first
     for name, tensor in module.state_dict().items():
         assert tensor.equal(before[name])
     assert fs.torch.load(module, run.params) is module
