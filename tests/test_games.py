@@ -169,6 +169,47 @@ def test_monotonicity_is_exact_for_affine_games_and_labelled_otherwise():
     assert 2 / 99**2 < estimate.lipschitz <= 2 / 10**2
 
 
+def kinked(bend, where, upper):
+    """F is affine below `where` and has another slope above."""
+    return fs.Game(
+        None,
+        lambda N: 0.05 * N**2 + 0.5 * bend * jnp.maximum(N - where, 0) ** 2 - 30 * N,
+        np.ones(3),
+        upper,
+    )
+
+
+def test_what_happens_far_from_the_lower_bounds_is_seen():
+    """L_F = 1.1 above N = 100. With the 0.1 from below, μ_F/L_F² would be 10, and the players would
+    go from 1 to 300 and back for ever."""
+    game = kinked(1.0, 100, 300.0)
+    found = game.monotonicity()
+    assert not found.exact
+    np.testing.assert_allclose((found.strong, found.lipschitz), (0.1, 1.1))
+    best = game.equilibrium()
+    np.testing.assert_allclose(best, 130 / 1.1)  # 0.1N + (N − 100) = 30
+    said = fs.theory.participation(game, np.full(3, 300.0))
+    assert not said.exact
+    N = np.full(3, 300.0)
+    for round in range(200):
+        assert np.linalg.norm(N - best) <= said.distance * said.rate**round + 1e-9
+        N = np.clip(N - said.step_size * (0.1 * N + np.maximum(N - 100, 0) - 30), 1, 300)
+    with pytest.raises(fs.InvalidInput, match="not monotone"):
+        kinked(-1.0, 900, 1000.0).equilibrium()
+
+
+def test_only_what_is_known_to_be_affine_is_exact():
+    """A plain function may be anything between the probes."""
+    plain = fs.Game(None, lambda N: 0.05 * N**2, np.ones(3), 9.0)
+    assert not plain.monotonicity().exact
+    rng = np.random.default_rng(0)
+    linear = games.RandomDiscovery(rng.dirichlet(np.ones(4), 3))
+    game = fs.Game(linear, games.QuadraticCost(np.eye(3), np.ones(3)), np.ones(3), 9.0, 0.1)
+    assert game.with_payment(games.PricePerSample(0.3)).monotonicity().exact
+    assert not game.with_payment(games.SharedBudget(2.0)).monotonicity().exact
+    assert not game.with_payment(lambda N: N).monotonicity().exact
+
+
 def test_private_players_meet_the_closed_form_and_plain_functions_do_as_well():
     """F_i = θ − w + κ/(A − N): N* = clip(A − κ/(w − θ))."""
     theta, gain, kappa = np.asarray([0.1, 0.1, 0.1, 0.6]), 0.5, np.asarray([2.0, 20.0, 60.0, 2.0])

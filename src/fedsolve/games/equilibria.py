@@ -9,6 +9,7 @@ Algorithm 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -20,12 +21,11 @@ from jax import lax
 from jaxtyping import Float
 
 from fedsolve.errors import InvalidInput
-from fedsolve.games.game import Game, Monotonicity, Profile, in_double
+from fedsolve.games.game import PROBES, Game, Monotonicity, Profile, in_double
 from fedsolve.games.parts import Players
 
 NEWTON_STEPS = 60
 EXTRAGRADIENT_STEPS = 200
-PROBES_OF_AFFINITY = 3  # points at which the Jacobian of an affine game must be the same
 ROUNDING = 1e-9  # differences of Jacobians, and eigenvalues, that count as none
 
 _pseudogradient = eqx.filter_jit(Game.pseudogradient)
@@ -35,24 +35,21 @@ _jacobian = eqx.filter_jit(Game.jacobian)
 def monotonicity(game: Game, probes: int, seed: int = 0) -> Monotonicity:
     """μ_F, the least eigenvalue of the symmetrised Jacobian, and L_F, its greatest singular
     value."""
-    points = _probes(game, max(probes, PROBES_OF_AFFINITY), seed)
-    with jax.enable_x64(True):
-        placed = in_double(game)
-
-        def look(point: Profile) -> np.ndarray:
-            return np.asarray(_jacobian(placed, jnp.asarray(point)))
-
-        first = look(points[0])
-        negligible = ROUNDING * np.abs(first).max()
-        affine = all(
-            np.abs(look(point) - first).max() <= negligible
-            for point in points[1:PROBES_OF_AFFINITY]
-        )
-        found = [_constants(first)]
-        if not affine:
-            found += [_constants(look(point)) for point in points[1:]]
+    found = [_constants(jacobian) for jacobian in _jacobians(game, probes, seed)]
     strong, lipschitz = min(f[0] for f in found), max(f[1] for f in found)
-    return Monotonicity(strong, lipschitz, exact=affine, probes=len(points))
+    return Monotonicity(strong, lipschitz, exact=game.affine, probes=1 if game.affine else probes)
+
+
+def _jacobians(game: Game, probes: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """The Jacobians that differ from the one before, at points of the box. An affine game has only
+    one."""
+    with jax.enable_x64(True):
+        placed, known = in_double(game), np.full((1, 1), np.inf)
+        for point in _probes(game, 1 if game.affine else probes, seed):
+            jacobian = np.asarray(_jacobian(placed, jnp.asarray(point)))
+            if not np.abs(jacobian - known).max() <= ROUNDING * np.abs(jacobian).max():
+                yield jacobian
+            known = jacobian
 
 
 def _constants(jacobian: np.ndarray) -> tuple[float, float]:
@@ -112,15 +109,14 @@ def _scales(F: Profile, J: np.ndarray, width: Profile) -> Profile:
 
 
 def _probes(game: Game, count: int, seed: int) -> Float[np.ndarray, "probes m"]:
-    """Points of the box: its lowest, and others from near it to anywhere. Payoffs with diminishing
-    returns are curved near the lower bounds and flat in most of the box."""
-    rng = np.random.default_rng(seed)
-    reach = np.geomspace(1e-4, 1.0, count - 1)[:, None]
-    share = np.concatenate(
-        [np.zeros((1, game.players)), reach * rng.uniform(size=(count - 1, game.players))]
-    )
+    """Points of the box: its lowest, highest and middle one, then by turns one from anywhere, and
+    one near the lower bounds, where payoffs with diminishing returns are curved."""
+    rng, m = np.random.default_rng(seed), game.players
+    drawn = rng.uniform(size=(max(count - 3, 0), m))
+    drawn[1::2] *= np.geomspace(1e-4, 0.1, len(drawn[1::2]))[:, None]
+    share = np.concatenate([np.zeros((1, m)), np.ones((1, m)), np.full((1, m), 0.5), drawn])
     lower, upper = np.asarray(game.lower), np.asarray(game.upper)
-    return lower + share * (upper - lower)
+    return lower + share[:count] * (upper - lower)
 
 
 def _newton_step(
@@ -162,21 +158,15 @@ def _extragradient(game: Game, N: Players, scales: Players) -> Players:
 
 
 def _refuse_if_not_monotone(game: Game) -> None:
-    with jax.enable_x64(True):
-        placed, known = in_double(game), np.zeros(())
-        for point in _probes(game, PROBES_OF_AFFINITY + 1, seed=0):
-            jacobian = np.asarray(_jacobian(placed, jnp.asarray(point)))
-            negligible = ROUNDING * max(np.abs(jacobian).max(), 1e-300)
-            if np.abs(jacobian - known).max() <= negligible:
-                continue
-            try:  # a Cholesky factor exists: much cheaper to know than the least eigenvalue
-                shift = negligible * len(jacobian) * np.eye(len(jacobian))
-                scipy.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift, check_finite=False)
-            except np.linalg.LinAlgError:
-                break
-            known = jacobian
-        else:
-            return
+    for jacobian in _jacobians(game, PROBES):
+        size = max(float(np.abs(jacobian).max()), 1e-300)
+        try:  # a Cholesky factor exists: much cheaper to know than the least eigenvalue
+            shift = ROUNDING * size * len(jacobian) * np.eye(len(jacobian))
+            scipy.linalg.cholesky(0.5 * (jacobian + jacobian.T) + shift, check_finite=False)
+        except np.linalg.LinAlgError:
+            break
+    else:
+        return
     found = game.monotonicity()
     more = float(game.regularization) - found.strong
     raise InvalidInput(

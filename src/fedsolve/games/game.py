@@ -33,6 +33,7 @@ from fedsolve.fields import Scalar, check_count, check_positive, scalar
 from fedsolve.games.parts import Numbers, Part, Players, PrivacyCost, Sum, as_part, numbers
 
 GRID, GOLDEN = 33, 45  # deviations tried, then steps of a golden-section search around the best
+PROBES = 8  # points of the box at which a game that is not affine is looked at
 Profile = Float[np.ndarray, " m"]
 
 
@@ -40,9 +41,9 @@ Profile = Float[np.ndarray, " m"]
 class Monotonicity:
     """μ_F and L_F of a game: (F(N) − F(M))·(N − M) ≥ μ‖N − M‖², ‖F(N) − F(M)‖ ≤ L‖N − M‖.
 
-    `exact` for an affine game (its Jacobian was the same at every probe). Otherwise they are
-    estimates, the least and the greatest over that many `probes` of the box: the true μ can only be
-    smaller and the true L only greater.
+    `exact` for a game of parts that are known to be affine (`Part.affine`). Otherwise, and so for
+    every function that a user wrote, they are estimates, the least and the greatest over that many
+    `probes` of the box: the true μ can only be smaller and the true L only greater.
     """
 
     strong: float
@@ -177,8 +178,15 @@ class Game(eqx.Module):
         """The most that any player gains by deviating alone: the certificate of an equilibrium."""
         return float(np.max(self.regrets(N)))
 
-    def monotonicity(self, probes: int = 8, seed: int = 0) -> Monotonicity:
-        """μ_F and L_F: exact for affine games, estimated at `probes` points otherwise."""
+    @property
+    def affine(self) -> bool:
+        """Whether F is known to be affine, so that one Jacobian says all."""
+        return self.payoff.affine and self.cost.affine
+
+    def monotonicity(self, probes: int = PROBES, seed: int = 0) -> Monotonicity:
+        """μ_F and L_F: exact for games known to be affine, estimated at `probes` points otherwise:
+        the corners of the least and the greatest contributions, the middle, and points at random.
+        """
         from fedsolve.games.equilibria import monotonicity
 
         check_count("probes", probes)
@@ -189,7 +197,8 @@ class Game(eqx.Module):
 
         To within `tolerance`, relative to the largest contribution. A game that is not monotone is
         refused, since its equilibria need not be unique, nor exist, nor be found by players who
-        learn; with `monotone=False` one of them is looked for all the same.
+        learn; with `monotone=False` one of them is looked for all the same. Monotonicity is proved
+        for affine games, and looked for at 8 points otherwise: `regret` tells of what was found.
         """
         from fedsolve.games.equilibria import solve_equilibrium
 

@@ -77,6 +77,12 @@ class Part(eqx.Module):
         """How many players it is for, if it says so."""
         return None
 
+    @property
+    def affine(self) -> bool:
+        """Whether every slope is known to be an affine function of N. Of a user's function nothing
+        is known."""
+        return False
+
 
 class Plain(Part):
     """A user's differentiable function N -> (m,)."""
@@ -130,6 +136,10 @@ class Sum(Part):
         return sum((part.slope_jacobian(N) for part in self.parts), zero)
 
     @property
+    def affine(self) -> bool:
+        return all(part.affine for part in self.parts)
+
+    @property
     def players(self) -> int | None:
         return next((p.players for p in self.parts if p.players is not None), None)
 
@@ -167,6 +177,10 @@ class RandomDiscovery(_OfClasses):
     def slope(self, N: Players) -> Players:
         return jnp.sum(self.distributions * self.distributions, axis=1).astype(N.dtype)
 
+    @property
+    def affine(self) -> bool:
+        return True
+
 
 class RandomCoverage(_OfClasses):
     """a_i(N) = 1 − ½ Σ_c q_ic Π_j (1 − q_jc)^{N_j}: each class is rewarded once.
@@ -196,6 +210,10 @@ class LinearCost(Part):
 
     def slope(self, N: Players) -> Players:
         return jnp.broadcast_to(jnp.asarray(self.rate, N.dtype), N.shape)
+
+    @property
+    def affine(self) -> bool:
+        return True
 
     @property
     def players(self) -> int | None:
@@ -244,6 +262,10 @@ class QuadraticCost(Part):
         return jnp.asarray(self.matrix, N.dtype)
 
     @property
+    def affine(self) -> bool:
+        return True
+
+    @property
     def players(self) -> int:
         return self.matrix.shape[0]
 
@@ -258,6 +280,10 @@ class PricePerSample(Part):
 
     def alone(self, N: Players, y: Players) -> Players:
         return self.price * y
+
+    @property
+    def affine(self) -> bool:
+        return True
 
     @property
     def players(self) -> int | None:
