@@ -1,5 +1,5 @@
-"""FedSGM's theorems, transcribed from the papers independently of the package: statements as
-functions of the papers' letters, and what their proofs need at any step size."""
+"""FedSGM's and IncentFedAvg's theorems, transcribed from the papers independently of the package:
+statements as functions of the papers' letters, and what their proofs need at any step size."""
 
 import numpy as np
 
@@ -87,6 +87,24 @@ def sampled_compressed_price(E, n, m, q, q0):
     far, residual = 2 * s0 / q0 * V, n / m * 2 * s / q * E
     terms = V**2 + 2 * far * 2 * residual + 2 * far * V + 2 * V * residual
     return 1 + E**2 / 3 + terms / (2 * E)
+
+
+def strategic_convex(gamma, m, H, R, r, L, nu, G, B, delta, rho, D, own):
+    """IncentFedAvg's Theorem 4.8, step by step as its proof goes: what is left over 4 of D_f in
+    Lemma 6.8 at round r, c_min of Lemma 6.10, what its condition leaves of consensus errors, and
+    the bound, with Σ ‖∇f_i‖² ≤ m(G² + 2LB²D_f) in Lemma 6.7. `own` is Σ ‖∇f_i(x*)‖²."""
+    at_r = delta * rho**r
+    left = 1 - m * L * B**2 * at_r**1.5 - 4 * L * gamma * (m**2 * at_r**2 * B**2 + 1)
+    c_min = 1 - m * H * np.sqrt(delta) / (1 - np.sqrt(rho)) * gamma
+    consensus = c_min / 4 - 18 * m * L**2 * gamma**2 * (2 * m * L * gamma + 1) * B**2 * H**2
+    total = D**2
+    for _ in range(r, R):
+        total += 2 * L * gamma * 9 * gamma**2 * (nu**2 + m * G**2) * H**3  # Lemma 6.9, a round
+        total += H * gamma**2 * nu**2
+    for round in range(R):  # these are summed from the first round on
+        d = delta * rho**round
+        total += 4 * H * gamma**2 * m**2 * d**2 * G**2 + H * gamma * d**1.5 * (m * G**2 + own)
+    return left, c_min, consensus, 4 / (gamma * c_min) * total / ((R - r) * H)
 
 
 def _common(D, G, E, T, gamma):

@@ -19,6 +19,9 @@ Where the printed statement and its proof differ, the proof is followed:
 - Theorem 4.8 bounds the sum of consensus errors over all rounds by Lemma 6.9, which is for one
   round. Summed over R − r̂ rounds, the second term is 72γ²L(ν² + mG²)H², not that times
   H/(T_R − T_r̂). Lemma 6.8 needs δ_r̂ ≤ 1 besides.
+- Lemma 6.7 bounds Σ ‖∇f_i‖² by G² + 2LB²(f − f*), which Lemma 6.5 proves of the mean: m times as
+  much is meant. So the last term of Theorem 4.8 has mG², and r̂ is where δ_r̂³ ≤ 1/(16m²L²B⁴), so
+  that Lemma 6.8 still has its 1/4.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ def incentfedavg(
     rho, delta = learned.rate, learned.delta
     convex = distance is not None
     if convex:
-        reach = max(delta * (16 * L**2 * B**4) ** (1 / 3), delta)
+        reach = max(delta * (4 * m * L * B**2) ** (2 / 3), delta)
         slow = m * H * math.sqrt(delta) / (1 - math.sqrt(rho))
         limits = [1 / (16 * L), 1 / (2 * m * L), 1 / (math.sqrt(3) * H * L)]
         limits += [1 / (slow + 24 * L * H * B * math.sqrt(m))]
@@ -165,7 +168,7 @@ def incentfedavg(
             + 72 * gamma**2 * L * (nu**2 + m * G**2) * H**2
             + 4 * gamma * nu**2
             + 16 * gamma * m**2 * delta**2 * G**2 * H / (steps * (1 - rho**2))
-            + 4 * delta**1.5 * (G**2 + float(optimum_gradients)) * H / (steps * (1 - rho**1.5))
+            + 4 * delta**1.5 * (m * G**2 + float(optimum_gradients)) * H / (steps * (1 - rho**1.5))
         ) / (1 - slow * gamma)
     else:
         bound = (
@@ -175,6 +178,14 @@ def incentfedavg(
             + 16 * m**2 * delta**2 * G**2 * (1 + 2 * L * gamma) * settled
         )
     unchecked = ["L, ν, G and B hold wherever the run goes."]
+    if first > 0:
+        what = "‖x̄ − x*‖" if convex else "f(x̄) − f*"
+        unchecked.append(f"{what} after round r̂ = {first}, known only then, is what was given.")
+    if H > 1:
+        unchecked.append(
+            "Every step's gradient is unbiased, whatever was drawn before (Assumption 2.1): but a "
+            "round's steps are on one subset of a client's samples."
+        )
     if convex:
         unchecked.append("Every f_i is convex and has a minimiser.")
     if not learned.exact:
