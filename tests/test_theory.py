@@ -237,6 +237,10 @@ def cost(w, data):
     return jnp.mean(logistic(-(data["z"] @ w))) - 0.6
 
 
+def squares(w, data):
+    return jnp.mean((data["x"] @ w + 1) ** 2) + 0.1 * w @ w
+
+
 def random_problem(seed):
     """Convex, with constants that are known for certain: rows of length at most 1 make G = 1, and
     rows that differ by at most 2·TWIST between clients make σ = RADIUS·TWIST."""
@@ -312,6 +316,61 @@ def test_a_step_of_another_size_can_break_a_promise(problems):
 
 
 # Certificates
+
+
+def test_certificates_in_all_of_space_take_the_distance_that_was_given(problems):
+    """X = R^d: the guarantee's D is what proves a lower bound of f*. (The minimiser is nearer.)"""
+    bounded, _ = problems[0]
+    data = bounded.samples.values
+    problem = fs.Problem(squares, data, np.zeros(SIZE), cost)
+    algorithm = fs.FedSGM.from_theory(problem, 50, distance=9.0, lipschitz=20.0)
+    assert algorithm.guarantee.distance == 9.0
+    found = fs.solve(problem, algorithm, 50, evaluate_every=50).certificate()
+    near = fs.theory.optimum(fs.Problem(squares, data, np.zeros(SIZE), cost, fs.Ball(9.0)))
+    np.testing.assert_allclose(found.optimum, near.value, atol=2e-6)
+    assert found.accuracy <= 1e-6
+
+
+def test_a_promise_is_about_runs_like_its_own(problems):
+    """Compressors that lose more than the theorem was told, weights, absent clients, minibatches
+    and other methods; a compressor that loses less is all right."""
+    problem, best = problems[0]
+    given = {"lipschitz": 1.0, "local_steps": 2}
+    plain, mild, unbiased = (
+        fs.FedSGM.from_theory(problem, 20, **given, **more)
+        for more in ({}, {"uplink": fs.TopK(0.5)}, {"uplink": fs.RandK(0.5)})
+    )
+
+    run = fs.solve(problem, plain, 20)
+
+    def certify(promised, kind=None, problem=problem, **changes):
+        changed = kind or dataclasses.replace(promised, **changes)
+        other = dataclasses.replace(run, problem=problem, algorithm=changed)
+        return fs.theory.certificate(other, promised.guarantee, optimum=best.value)
+
+    for promised in (plain, mild, unbiased):
+        assert certify(promised).guarantee is promised.guarantee
+        assert certify(promised, uplink=fs.Identity()).guarantee is promised.guarantee
+    for promised, changes, message in (
+        (plain, {"uplink": fs.TopK(0.1)}, "with q = 1; the run's have q = 0.16"),
+        (plain, {"downlink": fs.TopK(0.5)}, "with q_0 = 1; the run's have q_0 = 0.5"),
+        (plain, {"uplink": fs.RandK(0.5)}, "with q_u = 0; the run's have q_u = 1"),
+        (mild, {"uplink": fs.TopK(0.3)}, "with q = 0.5"),
+        (unbiased, {"uplink": fs.RandK(0.3)}, "with q_u = 1"),
+        (plain, {"weighting": "DataSize"}, "asks for weighting = Uniform, the run has DataSize"),
+        (plain, {"selection": fs.participation.Top(3)}, "asks for selection = None"),
+        (plain, {"availability": 0.5}, "asks for availability = None"),
+        (plain, {"kind": fs.FedAvg(0.1)}, "is not about FedAvg"),
+        (plain, {"kind": fs.PenaltyFedAvg(0.1, rho=1.0)}, "is not about PenaltyFedAvg"),
+    ):
+        with pytest.raises(fs.InvalidInput, match=message):
+            certify(promised, **changes)
+    data = problem.samples.values
+    drawn = fs.Problem(benefit, data, np.zeros(SIZE), cost, fs.Ball(RADIUS), batch_size=2)
+    with pytest.raises(fs.InvalidInput, match="asks for batch_size = None, the run has 2"):
+        certify(plain, problem=drawn)
+    with pytest.raises(fs.InvalidInput, match="No theorem is about PenaltyFedAvg"):
+        fs.PenaltyFedAvg.from_theory(problem, 100, rho=2.0)
 
 
 def neyman_pearson_optimum(problem, level, radius):
@@ -447,6 +506,8 @@ def test_estimates_of_a_stochastic_problem():
     assert sum("is an estimate" in s for s in algorithm.guarantee.unchecked) == 4
     with pytest.raises(fs.InvalidInput, match="No theorem covers compression where gradients"):
         fs.FedSGM.from_theory(problem, 100, points=16, uplink=fs.TopK(0.5))
+    with pytest.raises(fs.InvalidInput, match="Give both, or neither"):  # σ_b/√N_b over √N_b
+        fs.FedSGM.from_theory(problem, 100, points=16, constraint_batch=4)
 
 
 def test_from_theory_refuses_what_it_cannot_know():

@@ -19,13 +19,14 @@ centralized penalty method.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 from jax import lax
 from jaxtyping import PyTree
 
 from fedsolve.algorithms.fedsgm import FedSGM, Server, Vector
+from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem import Client
 
@@ -38,6 +39,11 @@ class PenaltyFedAvg(FedSGM):
     """
 
     rho: Scalar = eqx.field(converter=scalar("rho"), kw_only=True)
+
+    @classmethod
+    def from_theory(cls, *_: Any, **__: Any) -> NoReturn:
+        """There is no theory of it."""
+        raise InvalidInput("No theorem is about PenaltyFedAvg; take FedSGM.from_theory.")
 
     def __check_init__(self):
         check_positive("rho", self.rho, zero=True)

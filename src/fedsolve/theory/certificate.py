@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsolve.domains import WholeSpace
 from fedsolve.errors import InvalidInput
+from fedsolve.theory.fedsgm import constants
 from fedsolve.theory.gradients import totals
 from fedsolve.theory.guarantee import Guarantee
 from fedsolve.theory.reference import optimum as reference
@@ -62,7 +64,8 @@ def certificate(
     """Compares a run with what the theorem behind its algorithm promised.
 
     f* is `optimum` if given, else the problem's own `optimum`, else a reference solution to
-    `accuracy` (`fs.theory.optimum`), for which f and g must be convex.
+    `accuracy` (`fs.theory.optimum`), for which f and g must be convex. Where X is all of R^d, that
+    is the least f within the guarantee's D of the start.
     """
     promise = _promise(run, guarantee)
     problem = run.problem
@@ -70,7 +73,8 @@ def certificate(
         value = problem.optimum if optimum is None else float(optimum)
         exactness, source = 0.0, "given" if optimum is not None else "the problem's own"
     else:
-        found = reference(problem, accuracy)
+        distance = promise.distance if isinstance(problem.domain, WholeSpace) else None
+        found = reference(problem, accuracy, distance)
         value, exactness, source = found.value, found.accuracy, "reference solution"
     gap = level = np.inf
     if run.average is not None:
@@ -99,6 +103,10 @@ def _promise(run: Any, guarantee: Guarantee | None) -> Guarantee:
             f"{promise.theorem} is about ‖w_t − ŵ(w_t)‖ in every feasible round and not about w̄; "
             "see fs.theory.stationarity."
         )
+    from fedsolve.algorithms.fedsgm import FedSGM  # which makes itself from theory
+
+    if getattr(type(algorithm), "direction", None) is not FedSGM.direction:
+        raise InvalidInput(f"{promise.theorem} is not about {type(algorithm).__name__}.")
     asked = {
         "rounds": (promise.rounds, run.rounds),
         "clients": (promise.clients, run.problem.n),
@@ -107,8 +115,28 @@ def _promise(run: Any, guarantee: Guarantee | None) -> Guarantee:
         "step_size": (promise.step_size, algorithm.step_size),
         "tolerance": (promise.tolerance, algorithm.tolerance),
         "beta": (promise.beta, getattr(algorithm.switching, "beta", None)),
+        "weighting": ("Uniform", type(algorithm.weighting).__name__),
+        "selection": (None, algorithm.selection),
+        "availability": (None, algorithm.availability),
     }
+    if not promise.stochastic:
+        asked["batch_size"] = (None, run.problem.batch_size)
     for name, (wanted, got) in asked.items():
         if wanted != got:
             raise InvalidInput(f"{promise.theorem} asks for {name} = {wanted}, the run has {got}.")
+    _check_compressors(promise, algorithm, run.problem.size)
     return promise
+
+
+def _check_compressors(promise: Guarantee, algorithm: Any, size: int) -> None:
+    """Refuses a run whose compressors lose more than the theorem was told; less is all right."""
+    q, q_0, q_u, is_random = constants(algorithm.uplink, algorithm.downlink, size)
+    told = {"q": (promise.q, q), "q_0": (promise.q_0, q_0), "q_u": (-promise.q_u, -q_u)}
+    for name, (wanted, got) in told.items():
+        if got < wanted - 1e-12 * abs(wanted):
+            raise InvalidInput(
+                f"{promise.theorem} is about compressors with {name} = {abs(wanted):g}; the run's "
+                f"have {name} = {abs(got):g}."
+            )
+    if is_random and promise.participants < promise.clients:
+        raise InvalidInput(f"{promise.theorem} needs deterministic compressors; the run's are not.")

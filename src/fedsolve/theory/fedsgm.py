@@ -51,6 +51,25 @@ class _Setting:
     delta: float
     sigma: float
     soft: bool
+    q: float
+    q_0: float
+    q_u: float
+    stochastic: bool
+
+    @property
+    def of_the_run(self) -> dict[str, Any]:
+        """What a guarantee says of the runs that it is about."""
+        return {
+            "rounds": self.T,
+            "local_steps": self.E,
+            "clients": self.n,
+            "participants": self.m,
+            "distance": self.D,
+            "q": self.q,
+            "q_0": self.q_0,
+            "q_u": self.q_u,
+            "stochastic": self.stochastic,
+        }
 
     def guarantee(
         self,
@@ -76,10 +95,7 @@ class _Setting:
             beta=2 / epsilon if self.soft else None,
             multiplier=None,
             unchecked=tuple(unchecked),
-            rounds=T,
-            local_steps=E,
-            clients=self.n,
-            participants=self.m,
+            **self.of_the_run,
         )
 
 
@@ -158,7 +174,7 @@ def fedsgm(
         raise InvalidInput("Give compressors or their constants (q, q_0, q_u), not both.")
     is_random = False
     if named:
-        q, q_0, q_u, is_random = _constants(uplink, downlink, size)
+        q, q_0, q_u, is_random = constants(uplink, downlink, size)
     m = clients if participants is None else participants
     if m < clients and sigma is None:
         raise InvalidInput(
@@ -176,6 +192,10 @@ def fedsgm(
         delta=failure,
         sigma=of_clients,
         soft=soft,
+        q=float(q),
+        q_0=float(q_0),
+        q_u=float(q_u),
+        stochastic=gradient_noise is not None,
     )
     compressed = q < 1 or q_0 < 1 or q_u > 0
     if rho is not None:
@@ -196,20 +216,20 @@ def fedsgm(
                 "compressed downlink; take all clients and no downlink compression, or a "
                 "contractive uplink such as TopK."
             )
-        return _unbiased(case, q_u)
+        return _unbiased(case)
     if m < clients:
         if compressed and is_random:
             raise InvalidInput(
                 "With partial participation Theorem 7 needs deterministic compressors, such as "
                 "TopK; these draw at random."
             )
-        return _partial(case, q, q_0, named)
-    return _full(case, q, q_0, named, is_random)
+        return _partial(case, named)
+    return _full(case, named, is_random)
 
 
-def _full(case: _Setting, q: Number, q_0: Number, named: bool, is_random: bool) -> Guarantee:
+def _full(case: _Setting, named: bool, is_random: bool) -> Guarantee:
     """Theorems 3 and 6 (hard), 5 and 8 (soft)."""
-    E = case.E
+    E, q, q_0 = case.E, case.q, case.q_0
     compression = 2 * E * sqrt(1 - q) / q + 4 * E * sqrt(10 * (1 - q_0)) / (q_0 * q)
     compressed = compression > 0
     number, text = {
@@ -232,9 +252,10 @@ def _full(case: _Setting, q: Number, q_0: Number, named: bool, is_random: bool) 
     )
 
 
-def _partial(case: _Setting, q: Number, q_0: Number, named: bool) -> Guarantee:
+def _partial(case: _Setting, named: bool) -> Guarantee:
     """Theorems 4 and 7."""
     E, n, m, T, D, G = case.E, case.n, case.m, case.T, case.D, case.G
+    q, q_0 = case.q, case.q_0
     unchecked = [CONVEX, COMPACT, SAMPLED, ONE_COHORT]
     deviation = case.sigma * sqrt(2 / m * log(6 * T / case.delta))
     sampling = 4 * D * G / sqrt(m * T) * sqrt(2 * log(3 / case.delta)) + 2 * deviation
@@ -260,9 +281,9 @@ def _partial(case: _Setting, q: Number, q_0: Number, named: bool) -> Guarantee:
     )
 
 
-def _unbiased(case: _Setting, q_u: Number) -> Guarantee:
+def _unbiased(case: _Setting) -> Guarantee:
     """The forerunner's Theorems 6 (hard) and 7 (soft), whose proof takes twice the ε."""
-    gamma = 2 * case.E**2 + case.E * q_u / (2 * case.n)
+    gamma = 2 * case.E**2 + case.E * case.q_u / (2 * case.n)
     number, factor = (7, 2.0) if case.soft else (6, 1.0)
     return case.guarantee(
         f"FedSGM's forerunner, Theorem {number} (Theorem {2 if case.soft else 1})",
@@ -340,10 +361,7 @@ def _weakly_convex(
             "g takes the value given in the relative interior of X (Assumption 9).",
             *([SAMPLED, ONE_COHORT] if m < case.n else []),
         ),
-        rounds=T,
-        local_steps=E,
-        clients=case.n,
-        participants=m,
+        **case.of_the_run,
     )
 
 
@@ -362,7 +380,7 @@ def _soft_factor(gamma: float, needed: float) -> float:
     return 1 + max(0.0, 0.5 - sqrt(1 - needed / gamma))
 
 
-def _constants(
+def constants(
     uplink: Compressor | None, downlink: Compressor | None, size: int | None
 ) -> tuple[float, float, float, bool]:
     """q, q_0, q_u, and whether anything is drawn at random."""

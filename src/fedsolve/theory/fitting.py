@@ -68,6 +68,11 @@ def fedsgm_for(
     if weakly:
         wanted += [("feasible_value", "lowest_constraint")]
     missing = [(name, source) for name, source in wanted if name not in given]
+    if stochastic and "constraint_batch" in given and "constraint_noise" not in given:
+        raise InvalidInput(
+            "constraint_batch is N_b of a constraint_noise σ_b that is given; an estimate is of "
+            "σ_b/√N_b, for the problem's batch_size. Give both, or neither."
+        )
     said: list[str] = []
     if missing:
         radius = None if np.isfinite(away) else given["distance"]

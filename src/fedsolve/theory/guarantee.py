@@ -16,6 +16,9 @@ class Guarantee:
     - `probability`: of the two together.
     - `multiplier`: Λ (Theorem 10 only).
     - `theorem`: whose promise it is. `unchecked`: what it rests on and nobody has checked.
+
+    The rest is what it is about: `distance` is D; `q`, `q_0` and `q_u` are the compressors'
+    constants; `stochastic` says whether gradients may be those of minibatches.
     """
 
     theorem: str
@@ -32,6 +35,11 @@ class Guarantee:
     local_steps: int
     clients: int
     participants: int
+    distance: float
+    q: float
+    q_0: float
+    q_u: float
+    stochastic: bool
 
     @property
     def is_stationarity(self) -> bool:
