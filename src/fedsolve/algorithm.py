@@ -74,6 +74,11 @@ class Algorithm(eqx.Module):
         move = jnp.asarray(step * jnp.linalg.norm(jnp.mean(held, axis=0)), w.dtype)
         return jnp.where(size > 0, move / jnp.where(size > 0, size, 1), 0)
 
+    def shares(self, server: PyTree, participation: PyTree) -> Any:
+        """What each client counts in the f that is minimised, after a round: histories then have
+        that f as `weighted_objective`. None where it is the plain mean."""
+        return None
+
     def limits(self) -> dict[str, Any]:
         """Where entries of the history are known to settle, by name: pictures show them."""
         return {}

@@ -24,6 +24,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
 
+Weights = Float[Array, " m"] | None
 Exact = Callable[..., Callable]  # function, sums=False -> the same, exact on padded samples
 
 
@@ -37,8 +38,9 @@ class Constraint(eqx.Module):
         """
         raise NotImplementedError
 
-    def combine(self, replies: Replies) -> tuple[Float[Array, ""], PyTree]:
-        """On the server: g, and what clients must know to descend it (None: nothing)."""
+    def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], PyTree]:
+        """On the server: g, and what clients must know to descend it (None: nothing). `weights` are
+        what clients count in means; sums over samples have theirs."""
         raise NotImplementedError
 
     def local(self, params: PyTree, samples: Samples, focus: PyTree) -> Float[Array, ""]:
@@ -58,8 +60,8 @@ class Mean(Constraint):
     def measure(self, params: PyTree, samples: Samples, scale: Any) -> Float[Array, ""]:
         return self.function(params, samples)
 
-    def combine(self, replies: Replies) -> tuple[Float[Array, ""], None]:
-        return replies.mean(), None
+    def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], None]:
+        return replies.mean(weights), None
 
     def local(self, params: PyTree, samples: Samples, focus: None) -> Float[Array, ""]:
         return self.function(params, samples)
@@ -88,7 +90,7 @@ class Statistics(Constraint):
             )
         return jax.tree.map(lambda total: total * scale, self.statistics(params, samples))
 
-    def combine(self, replies: Replies) -> tuple[Float[Array, ""], None]:
+    def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], None]:
         return self.combine_sums(replies.sum()), None
 
     def local(self, params: PyTree, samples: Samples, focus: None) -> Float[Array, ""]:
@@ -111,8 +113,8 @@ class Maximum(Constraint):
     def measure(self, params: PyTree, samples: Samples, scale: Any) -> tuple:
         return tuple(part.measure(params, samples, scale) for part in self.parts)
 
-    def combine(self, replies: Replies) -> tuple[Float[Array, ""], tuple]:
-        combined = [part.combine(replies.pick(k)) for k, part in enumerate(self.parts)]
+    def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], tuple]:
+        combined = [part.combine(replies.pick(k), weights) for k, part in enumerate(self.parts)]
         values = jnp.stack([value for value, _ in combined])
         largest = jnp.argmax(values).astype(jnp.uint8)
         return jnp.max(values), (largest, tuple(focus for _, focus in combined))

@@ -30,6 +30,7 @@ STYLE = {
 }
 TITLES = {
     "objective": "Objective $f(w)$",
+    "weighted_objective": "Objective $\\sum_i p_i f_i(w)$",
     "constraint": "Constraint $g(w)$",
     "participation": "Contributions $N_i$",
     "reward": "Reward of an episode",
@@ -40,7 +41,7 @@ TITLES = {
     "uplink_error": "Compression error, uplink",
     "cohort": "Participation",
 }
-USUAL = ("objective", "constraint", "participation")
+USUAL = ("objective", "weighted_objective", "constraint", "participation")
 
 
 AXES = {

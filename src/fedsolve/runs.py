@@ -29,7 +29,8 @@ class Run:
     - `params`: the parameters after the last round, in the problem's own structure.
     - `average`: the averaged parameters, None where the algorithm has none (or none yet).
     - `history`: by name, one entry for each evaluated round; `round` says which. `objective` and
-      `constraint` are over all clients at the parameters after that round; `bytes_up` and
+      `constraint` are over all clients at the parameters after that round (where clients choose
+      what they count: `weighted_objective`, Σ p_i f_i, is what is minimised); `bytes_up` and
       `bytes_down` are what all participants sent and received in it, `…_total` since the start;
       with a clock, `seconds` and `seconds_total` are the time that this would have taken.
       `messages_both_ways` counts questions and answers. `compression_error`: ‖x − w‖ / ‖x‖, how

@@ -19,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.constraints import Mean
 from fedsolve.devices import everywhere, kept
 from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.mapping import map_clients
@@ -114,12 +115,13 @@ def evaluate(
     w: Float[Array, " d"],
     key: Key[Array, ""] | None = None,
     setting: Setting | None = None,
+    shares: Float[Array, " n"] | None = None,
 ) -> dict[str, Any]:
     """f (and ‖∇f‖², if the rule asks for it) and g over all clients, the metrics, and what else is
     to be followed, at w."""
     setting = Setting() if setting is None else setting
     values = client_values(problem, w, key, setting=setting, gradient=wants_gradient(setting.stop))
-    found = combined(problem, w, values)
+    found = combined(problem, w, values, shares)
     for name, diagnostic in setting.follow:
         told = diagnostic(problem, problem.layout.unravel(w))
         for path, leaf in jax.tree.leaves_with_path(told):
@@ -130,13 +132,20 @@ def evaluate(
 
 def look(problem: Problem, algorithm: Algorithm, state: State, setting: Setting) -> dict[str, Any]:
     """`evaluate` after a round, and what clients hold back there."""
-    found = evaluate(problem, state.w, state.evaluation_key, setting)
+    shares = algorithm.shares(state.server, state.participation)
+    found = evaluate(problem, state.w, state.evaluation_key, setting, shares)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 
 
-def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree]) -> dict[str, Any]:
-    """f and g from clients' values at w, and the metrics there."""
+def combined(
+    problem: Problem,
+    w: Float[Array, " d"],
+    values: dict[str, PyTree],
+    shares: Float[Array, " n"] | None = None,
+) -> dict[str, Any]:
+    """f and g from clients' values at w, and the metrics there; with `shares` also the f (and the
+    g, where it is a mean) in which clients count by these."""
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
         slope = jnp.sum(values["gradient"], axis=0) / len(values["objective"])
@@ -144,6 +153,12 @@ def combined(problem: Problem, w: Float[Array, " d"], values: dict[str, PyTree])
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)
+    if shares is not None:
+        each = {k: values[k] for k in ("objective", "constraint") if k in values}
+        if not isinstance(problem.constraint, Mean):
+            each.pop("constraint", None)
+        total = jnp.sum(shares)  # of those that were heard
+        found |= {f"weighted_{k}": jnp.sum(shares * v) / total for k, v in each.items()}
     params = problem.layout.unravel(w)
     return found | {name: metric(params, problem.test) for name, metric in problem.metrics}
 

@@ -110,7 +110,7 @@ class IPPConEx(Participating):
         assert fed.constraint is not None
         drawn, x, step = self.draw(fed, key), fed.w, server.step
         answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
-        estimate, focus = fed.constraint.combine(answers)
+        estimate, focus = fed.constraint.combine(answers, drawn.weights)
         when = answers.any() & drawn.available
         slopes = fed.ask(self.slopes, drawn.cohort, focus, when)
         heard = slopes.any()  # nobody: everything stays as it is

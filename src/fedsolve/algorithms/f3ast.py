@@ -70,7 +70,8 @@ class F3AST(FedAvg):
         taken = jnp.zeros(n, bool).at[cohort].set(heard)
         rates = memory.rates + self.smoothing * (taken - memory.rates)
         fed.participation = Memory(wanted, after, rates)
-        return Drawn(cohort, (weights / rates)[cohort], heard)
+        noted = self.weighting.info(wanted)
+        return Drawn(cohort, (weights / rates)[cohort], heard, noted)
 
     def combine(self, answers: Replies, drawn: Drawn) -> Any:
         return answers.sum(drawn.weights)

@@ -28,6 +28,13 @@ one step the residual (6) is α_i(∇f_i(v) − ∇f_i(w)) − α_i r_i (v − w
 2 α_i r_i ‖v − w‖: where already this is below ε_i, (6) holds and the gradient at v is not needed.
 With s = α_i ∇f_i(w) + π_i such an iteration is w_i = w − s / (α_i r_i + σ_i) and
 s ← s · α_i r_i / (α_i r_i + σ_i): many of them are one multiplication.
+
+With weights that are the problem's own (`Strategic`), α_i = p_i, which may move from round to
+round. Divided by α_i, a client's augmented Lagrangian is f_i(w_i) + ⟨λ_i, w_i − w⟩ +
+(s_i/2)‖w_i − w‖², with λ_i = π_i/α_i and s_i = σ_i/α_i: α_i is only in the averaging,
+w = Σ α_i(s_i w_i + λ_i) / Σ α_i s_i. So a participant keeps λ_i and s_i, takes the new α_i,
+and says how z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i moved. Where α settles, a fixed point has
+λ_i = −∇f_i(w) and Σ α_i ∇f_i(w) = 0. An absent client counts by the α_i it was last heard with.
 """
 
 from __future__ import annotations
@@ -85,7 +92,8 @@ class FedADMM(Participating):
 
     Participants as in `Participating`: `selection=Cyclic(count)` is Scheme 4.1,
     `availability=FirstAnswers(count)` takes the first m_0 answers. f is the plain mean over
-    clients, so weights say who is drawn and not what a client counts.
+    clients, so weights say who is drawn and not what a client counts; but those of `Strategic` are
+    the α_i.
     """
 
     local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
@@ -133,18 +141,21 @@ class FedADMM(Participating):
     def round(
         self, fed: Federation, server: Server, key: Key[Array, ""]
     ) -> tuple[Server, dict[str, Any]]:
-        server, before = self.welcome(fed, server), fed.w
         drawn = self.draw(fed, key)
-        changes = fed.ask(self.improve, drawn.cohort, when=drawn.available)
-        server = Server(server.total + changes.sum(), server.penalties, server.joined)
+        shares = self.shares(server, fed.participation)  # None: 1/m
+        server, before = self.welcome(fed, server, shares), fed.w
+        replies = fed.ask(self.improve, drawn.cohort, shares, when=drawn.available)
+        changes, penalties = (replies.sum(), 0) if shares is None else replies.sum()
+        penalties = server.penalties + penalties
+        server = Server(server.total + changes, penalties, server.joined)
         self.publish(fed, server)
         self.learn(fed, before - fed.w)
         return server, drawn.info
 
-    def welcome(self, fed: Federation, server: Server) -> Server:
+    def welcome(self, fed: Federation, server: Server, shares: Numbers | None) -> Server:
         """Everyone's σ_i and z_i^0 before the first iteration; again while some were not heard."""
         missing = server.joined < fed.clients
-        share = jnp.asarray(1 / fed.clients, fed.w.dtype)
+        share = jnp.asarray(1 / fed.clients, fed.w.dtype) if shares is None else shares
         everyone = np.arange(fed.clients, dtype=np.int32)
         penalties, duals, fresh = fed.ask(self.begin, everyone, share, when=missing).sum()
         total = server.total + penalties * fed.w + (0 if duals is None else duals)
@@ -166,8 +177,9 @@ class FedADMM(Participating):
         nothing, none = jnp.zeros_like(w), jnp.zeros((), w.dtype)
         return Local(nothing, nothing, none, none, none, none)
 
-    def begin(self, client: Client, state: Local, share: Number) -> tuple[Local, Any]:
+    def begin(self, client: Client, state: Local, share: Number | Numbers) -> tuple[Local, Any]:
         """σ_i, π_i^0 (where it is not 0), and whether this client is new."""
+        share = jnp.asarray(share[client.index] if share.ndim else share)
         smoothness = share * self.smooth(client)
         numbers: Any = self.penalty  # its words have become numbers
         given = jnp.asarray(numbers, client.w.dtype)
@@ -199,8 +211,13 @@ class FedADMM(Participating):
         size = lax.fori_loop(0, self.power_steps, power, start)[1]
         return jnp.where(size > 0, size, 1)  # a client whose f_i is linear
 
-    def improve(self, client: Client, state: Local) -> tuple[Local, Packet]:
-        """k_0 iterations (5)-(8); sends how z_i moved."""
+    def improve(
+        self, client: Client, state: Local, shares: Numbers | None = None
+    ) -> tuple[Local, Packet | tuple[Packet, Number]]:
+        """k_0 iterations (5)-(8); sends how z_i moved, and σ_i where α_i may."""
+        before = state.penalty
+        if shares is not None:
+            state = _with_share(state, jnp.asarray(shares[client.index]))
         slope = state.share * client.grad(client.w)
         penalty = jnp.where(state.penalty > 0, state.penalty, 1)
         first = slope + state.dual  # s
@@ -228,7 +245,7 @@ class FedADMM(Participating):
             smoothness=state.smoothness,
             penalty=state.penalty,
         )
-        return moved, packet
+        return moved, packet if shares is None else (packet, state.penalty - before)
 
     def without_gradients(
         self, state: Local, penalty: Number, size: Number
@@ -288,6 +305,19 @@ class FedADMM(Participating):
 
         carry = v, jnp.int32(1), bound**2 <= accuracy
         return lax.while_loop(unfinished, check, carry)[0]
+
+
+def _with_share(state: Local, share: Number) -> Local:
+    """The client with another α_i, and the same λ_i and s_i; (6) is squared."""
+    scale = jnp.where(state.share > 0, share / jnp.where(state.share > 0, state.share, 1), 1)
+    return Local(
+        dual=scale * state.dual,
+        sent=state.sent,
+        accuracy=scale**2 * state.accuracy,
+        share=scale * state.share,
+        smoothness=scale * state.smoothness,
+        penalty=scale * state.penalty,
+    )
 
 
 def _enough(residual: Number, accuracy: Number, smoothness: Number, penalty: Number) -> Any:

@@ -43,6 +43,8 @@ class Kept(NamedTuple):
 class FedDyn(Averaging):
     """Local problems that move with the server's, so that all of them agree at the optimum."""
 
+    minimises_shares = False  # the dual is a plain mean
+
     regularization: Scalar = eqx.field(converter=scalar("regularization"), default=0.1)
 
     def __check_init__(self):

@@ -73,6 +73,10 @@ class FedSGM(Participating):
     (1 − σ)∇f_j + σ∇g_j and send what they moved, compressed; the server steps, projects, and
     publishes its own compressed change. `run.average` is w̄, the average of w_t weighted by 1 − σ_t:
     over feasible rounds for hard switching (Theorem 1), by α_t for soft switching (Theorem 2).
+
+    With weights p of clients, the problem is min Σ p_j f_j subject to Σ p_j g_j ≤ 0. Both take the
+    same ones: steps along Σ p_j ∇g_j must reduce the g whose sign decides. (Of a constraint on sums
+    over samples, clients count by their samples, whatever p is.)
     """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
@@ -166,7 +170,7 @@ class FedSGM(Participating):
         if fed.constraint is None:
             return jnp.zeros((), fed.w.dtype), None, True, {}
         answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
-        estimate, focus = fed.constraint.combine(answers)
+        estimate, focus = fed.constraint.combine(answers, drawn.weights)
         sigma = self.switching(estimate - self.tolerance)
         return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
 

@@ -103,6 +103,9 @@ class IncentFedAvg(Participating):
     def limits(self) -> dict[str, Any]:
         return settling(self.game)
 
+    def shares(self, server: Server, participation: Any) -> Float[Array, " m"]:
+        return server.contributions / jnp.sum(server.contributions)
+
     # On the server
 
     def init(self, w: Vector) -> Server:

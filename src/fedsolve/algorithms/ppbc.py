@@ -5,6 +5,8 @@ and Algorithm 2 (PPBC+, clients that come and go).
 
     minimise f(x) = (1/M) Σ f_m(x)
 
+or, with weights that are the problem's own (`Strategic`), Σ p_m f_m(x): p_m is then in 1/M's place.
+
 | here | paper | |
 |---|---|---|
 | `step_size` | γ | |
@@ -227,7 +229,8 @@ class PPBC(Participating):
         messages = answers.count
         if self.correction:
             surrogates = fed.ask(self.tell, _everyone(fed), server.epoch, when=ends)
-            gathered = surrogates.sum() / fed.clients
+            shares = self.shares(server, fed.participation)  # None: 1/M
+            gathered = surrogates.sum() / fed.clients if shares is None else surrogates.sum(shares)
             left_out = (1 - theta) * jnp.where(surrogates.any(), gathered - sent, 0)
             x = jnp.where(ends, fed.project(x - gamma * left_out), x)
             previous = jnp.where(ends, jnp.where(empty, 0, left_out), previous)
@@ -237,6 +240,7 @@ class PPBC(Participating):
         epoch, sent, done = server.epoch + ends, jnp.where(ends, 0, sent), jnp.where(ends, 0, done)
         now = Server(x, previous, sent, epoch, done, total)
         info = {"cohort": cohort, "weights": share, "epoch_end": ends, "epochs": epoch}
+        info |= self.weighting.info(fed.participation.weighting)
         info |= {} if up is True else {"up": up}
         return now, info | {"messages": messages, "messages_total": total}
 

@@ -140,10 +140,11 @@ def serve(
 
         one_round, together = prepared(play, placed, tuned), prepared(combined, placed)
 
-        def complete(w: Any) -> None:
-            """Gives the entry that waits the values at the end of its round, where w was."""
+        def complete(state: State) -> None:
+            """Gives the entry that waits the values at the end of its round, with that state."""
             nonlocal waiting, chunks
-            values = _together(together, w, link.values())
+            shares = tuned.shares(state.server, state.participation)
+            values = _together(together, state.w, link.values(), link.roster, shares)
             entries = {k: v for k, v in waiting.items() if k != "round"} | _stacked(values)
             new = on_host(entries, _span(waiting["round"].item()))
             chunks, waiting = [joined(_same_width([*chunks, new]))], {}
@@ -166,7 +167,7 @@ def serve(
                 answered = link.answered
                 link.end_round(int(state.round))
                 if waiting:
-                    complete(state.w)
+                    complete(state)
                 state = after
                 if int(state.round) == stop:
                     exchanges = max(len(link.protocol.exchanges), 1) * (stop - start)
@@ -180,7 +181,7 @@ def serve(
                     link.look(stop, state.w, values_of)
                 save()
         if waiting:
-            complete(state.w)
+            complete(state)
             save()
         return Run.of(problem, algorithm, state, joined(chunks), seed, time.perf_counter() - began)
 
@@ -268,10 +269,19 @@ def _one_clients_values(problem: Problem, key: Key[Array, ""]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], client_values(problem, problem.start(), key))
 
 
-def _together(together: Callable, w: Any, found: dict[str, PyTree]) -> dict[str, Any]:
-    """f and g over all clients that were heard, and the metrics."""
+def _together(
+    together: Callable,
+    w: Any,
+    found: dict[str, PyTree],
+    roster: dict[str, tuple[int, int]],
+    shares: Any,
+) -> dict[str, Any]:
+    """f and g over all clients that were heard, and the metrics; `shares` are of all clients."""
     if not found:
-        return {"objective": np.nan}
-    parts = [found[site] for site in sorted(found)]
-    values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    return together(w, values)
+        return {"objective": np.nan} | ({} if shares is None else {"weighted_objective": np.nan})
+    heard = sorted(found)
+    values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
+    if shares is None:
+        return together(w, values)
+    rows = np.concatenate([np.arange(count) + first for first, count in map(roster.get, heard)])
+    return together(w, values, shares[rows])

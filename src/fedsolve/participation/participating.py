@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -98,6 +98,8 @@ class Participating(Algorithm):
     `round` begins with `drawn = self.draw(fed, key)` and gives its update to `self.learn`.
     """
 
+    minimises_shares: ClassVar[bool] = True  # Σ p_m f_m, where the weighting has such p
+
     participants: int | None = eqx.field(static=True, default=None, kw_only=True)
     weighting: Weighting = eqx.field(converter=as_weighting, default=None, kw_only=True)
     selection: Selection | None = eqx.field(converter=as_selection, default=None, kw_only=True)
@@ -124,11 +126,20 @@ class Participating(Algorithm):
         elif self.selecting.size is not None:
             check_count("selection.count", self.selecting.size, most=problem.n)
         self.weighting.check(problem)
+        if not self.minimises_shares and type(self.weighting).shares is not Weighting.shares:
+            raise InvalidInput(
+                f"{type(self).__name__} minimises the plain mean over clients, and "
+                f"{type(self.weighting).__name__} makes clients count as it says: FedAvg, FedSGM, "
+                "PPBC or FedADMM can do that."
+            )
         if self.availability is not None:
             self.availability.check(problem.n)
 
     def limits(self) -> dict[str, Any]:
         return self.weighting.limits()
+
+    def shares(self, server: PyTree, participation: PyTree) -> Any:
+        return self.weighting.shares(participation.weighting)
 
     # On the server
 

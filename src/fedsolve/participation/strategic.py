@@ -111,5 +111,8 @@ class Strategic(Weighting):
     def limits(self) -> dict[str, Any]:
         return settling(self.game)
 
+    def shares(self, memory: Contributions) -> Contributions:
+        return normalised(memory)
+
     def check(self, problem: Problem) -> None:
         check_players(self.game, self.start, problem)
