@@ -88,11 +88,11 @@ def test_participation_follows_numpy():
     np.testing.assert_allclose(N, game.equilibrium(), rtol=0.02)
 
 
-@pytest.mark.slow
-def test_lemma_4_3_holds_in_a_hundred_games():
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_lemma_4_3_holds_in_games(count):
     """‖N̂_r − N*‖ and |p_{i,r} − p_i*| stay below the promised line, for γ̃ up to μ_F/L_F²."""
     rng, problem = np.random.default_rng(2), mean_problem(clients=4, samples=9)
-    for number in range(100):
+    for number in range(count):
         half, skew = rng.standard_normal((2, 4, 4))
         A = 0.3 * half @ half.T + rng.uniform(0.05, 1) * np.eye(4) + (skew - skew.T)
         cost = games.QuadraticCost(A, -A @ rng.uniform(-2, 12, 4))
@@ -111,24 +111,27 @@ def test_lemma_4_3_holds_in_a_hundred_games():
         assert (off <= promise.delta * line + 1e-8).all()
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_equal_fixed_contributions_are_fedavg_to_the_bit(batch_size):
-    """Without a choice, and all samples in use. (Clients carry a mask, as ragged ones do. There are
-    four of them, so that products with 1/4 are exact, however the compiler fuses them.)"""
+@pytest.mark.parametrize(("clients", "batch_size"), [(4, None), (4, 2), (5, 2)])
+def test_equal_fixed_contributions_are_fedavg(clients, batch_size):
+    """Without a choice, and all samples in use: to the bit for four clients, as products with 1/4
+    are exact, however the compiler fuses them. (Clients carry a mask, as ragged ones do.)"""
     rng = np.random.default_rng(3)
-    clients = [{"points": rng.standard_normal((6, 3)) + i} for i in range(4)]
     problem = fs.Problem(
         lambda w, data: 0.5 * jnp.mean(jnp.sum((data["points"] - w) ** 2, axis=1)),
-        fs.stack_clients(clients),
+        fs.stack_clients([{"points": rng.standard_normal((6, 3)) + i} for i in range(clients)]),
         np.zeros(3),
         batch_size=batch_size,
     )
-    game = fs.Game(None, games.LinearCost(0.3), np.full(4, 6.0), 6.0)
-    options = {"local_steps": 3, "uplink": fs.TopK(0.4), "downlink": fs.TopK(0.6)}
+    game = fs.Game(None, games.LinearCost(0.3), np.full(clients, 6.0), 6.0)
+    options = {"local_steps": 3}
+    if clients == 4:  # Top-K of numbers that differ by rounding may be others
+        options |= {"uplink": fs.TopK(0.4), "downlink": fs.TopK(0.6)}
     ours = fs.solve(problem, fs.IncentFedAvg(game, 0.1, 1.0, **options), rounds=30, seed=4)
     fedavg = fs.solve(problem, fs.FedAvg(0.1, **options), rounds=30, seed=4)
-    np.testing.assert_array_equal(ours.history["objective"], fedavg.history["objective"])
-    np.testing.assert_array_equal(ours.params, fedavg.params)
+    close = 0 if clients == 4 else 1e-6
+    objective = ours.history["objective"]
+    np.testing.assert_allclose(objective, fedavg.history["objective"], rtol=close)
+    np.testing.assert_allclose(ours.params, fedavg.params, rtol=close)
 
 
 def test_the_model_converges_to_the_minimiser_at_the_equilibrium():

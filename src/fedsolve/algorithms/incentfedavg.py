@@ -16,8 +16,9 @@ under Strategic Participation" (2026), Algorithm 1.
 | `contributions` | N̂_r | kept by the server |
 | history `participation`, `weights` | N̂_{r+1}, p_{r+1} | after the round |
 
-With bounds that leave no choice, the same for all and equal to what clients have, it is FedAvg, to
-the bit.
+With bounds that leave no choice, the same for all and equal to what clients have, it is FedAvg: to
+the bit where 1/m is exact (m a power of two), else to rounding, as the compiler treats weights that
+are known beforehand otherwise than others.
 """
 
 from __future__ import annotations
