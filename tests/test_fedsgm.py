@@ -291,3 +291,21 @@ def test_soft_switching_violates_less_than_hard():
 def test_unbiased_downlink_is_refused():
     with pytest.raises(fs.InvalidInput, match="downlink must be contractive"):
         fs.FedSGM(0.1, downlink=fs.RandK(0.5))
+
+
+def test_a_local_optimizer_takes_the_place_of_plain_steps():
+    """SGD with η and a server that moves all the way is FedSGM; Adam is not, and keeps to g ≤ ε."""
+    problem = examples.least_squares()
+    options = {"participants": 4, "local_steps": 3, "uplink": fs.TopK(0.6)}
+    plain = fs.FedSGM(0.05, 0.1, fs.Soft(5.0), **options)
+    same = fs.FedSGM(1.0, 0.1, fs.Soft(5.0), local_optimizer=fs.SGD(0.05), **options)
+    settings = {"rounds": 40, "evaluate_every": 5, "precision": "float64"}
+    one, other = (fs.solve(problem, algorithm, **settings) for algorithm in (plain, same))
+    np.testing.assert_allclose(other.params, one.params, rtol=1e-10)
+    np.testing.assert_allclose(other.average, one.average, rtol=1e-10)
+    np.testing.assert_allclose(other.history["switch"], one.history["switch"], atol=1e-10)
+    adam = fs.FedSGM(1.0, 0.1, local_steps=3, local_optimizer=fs.Adam(0.01))
+    run = fs.solve(problem, adam, 600, evaluate_every=600)
+    start = 0.5 * np.mean(problem.samples.values["targets"] ** 2)
+    assert run.history["constraint"][-1] < 0.2
+    assert run.history["objective"][-1] < 0.8 * start

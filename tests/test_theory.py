@@ -384,6 +384,7 @@ def test_a_promise_is_about_runs_like_its_own(problems):
         (plain, {"weighting": "DataSize"}, "asks for weighting = Uniform, the run has DataSize"),
         (plain, {"selection": fs.participation.Top(3)}, "asks for selection = None"),
         (plain, {"availability": 0.5}, "asks for availability = None"),
+        (plain, {"local_optimizer": fs.SGD(0.1)}, "asks for local_optimizer = None"),
         (plain, {"kind": fs.FedAvg(0.1)}, "is not about FedAvg"),
         (plain, {"kind": fs.PenaltyFedAvg(0.1, rho=1.0)}, "is not about PenaltyFedAvg"),
     ):

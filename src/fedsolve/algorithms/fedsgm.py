@@ -18,6 +18,7 @@ Federated Optimization" (OPT 2025), Algorithm 1, is the same with an unbiased up
 | `residual` | e_j | kept by client j |
 | `estimate` | Ĝ(w_t) | mean of g_j over the cohort |
 | `total` | Δ_j | Σ_τ ν_{j,τ} = (w_t − w_{j,E}) / η |
+| `local_optimizer` | | takes ν for a gradient; then Δ_j = w_t − w_{j,E}, and η is the server's |
 
 Special cases: no constraint and no compression is FedAvg; one client and one step is the switching
 gradient method; one step with everyone, hard switching and both compressors is Safe-EF; no
@@ -46,7 +47,7 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local import descend
+from fedsolve.local import Optimizer, descend, optimizer_field
 from fedsolve.packets import Packet
 from fedsolve.participation import Drawn, Participating
 from fedsolve.problem import Client, Problem
@@ -85,6 +86,7 @@ class FedSGM(Participating):
     local_steps: int = static(1)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
+    local_optimizer: Optimizer | None = optimizer_field()
     # What a theorem promises for exactly these numbers; `dataclasses.replace` drops it.
     guarantee: Guarantee | None = eqx.field(static=True, init=False, default=None)
 
@@ -196,8 +198,10 @@ class FedSGM(Participating):
         def direction(w: Vector, key: Key[Array, ""]) -> Vector:
             return self.direction(client, w, sigma, focus, key)
 
-        step_size = at(self.step_size, client.round)
-        total = descend(direction, client.w, self.local_steps, client.key, step_size)
+        steps, optimizer = self.local_steps, self.local_optimizer
+        total = descend(
+            direction, client.w, steps, client.key, self.step_size, optimizer, client.round
+        )
         key = jax.random.fold_in(client.key, self.local_steps)
         return with_feedback(self.uplink, residual, total, key)
 

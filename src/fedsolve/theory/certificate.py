@@ -115,6 +115,7 @@ def _promise(run: Any, guarantee: Guarantee | None) -> Guarantee:
         "step_size": (promise.step_size, algorithm.step_size),
         "tolerance": (promise.tolerance, algorithm.tolerance),
         "beta": (promise.beta, getattr(algorithm.switching, "beta", None)),
+        "local_optimizer": (None, algorithm.local_optimizer),
         "weighting": ("Uniform", type(algorithm.weighting).__name__),
         "selection": (None, algorithm.selection),
         "availability": (None, algorithm.availability),
