@@ -283,5 +283,6 @@ def _together(
     values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
     if shares is None:
         return together(w, values)
-    rows = np.concatenate([np.arange(count) + first for first, count in map(roster.get, heard)])
+    places = [roster[site] for site in heard]
+    rows = np.concatenate([np.arange(first, first + count) for first, count in places])
     return together(w, values, shares[rows])
