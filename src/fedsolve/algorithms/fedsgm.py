@@ -198,10 +198,8 @@ class FedSGM(Participating):
         def direction(w: Vector, key: Key[Array, ""]) -> Vector:
             return self.direction(client, w, sigma, focus, key)
 
-        steps, optimizer = self.local_steps, self.local_optimizer
-        total = descend(
-            direction, client.w, steps, client.key, self.step_size, optimizer, client.round
-        )
+        steps, size, optimizer = self.local_steps, self.step_size, self.local_optimizer
+        total = descend(direction, client.w, steps, client.key, size, optimizer, client.round)
         key = jax.random.fold_in(client.key, self.local_steps)
         return with_feedback(self.uplink, residual, total, key)
 
