@@ -74,7 +74,7 @@ class Algorithm(eqx.Module):
         move = jnp.asarray(step * jnp.linalg.norm(jnp.mean(held, axis=0)), w.dtype)
         return jnp.where(size > 0, move / jnp.where(size > 0, size, 1), 0)
 
-    def shares(self, server: PyTree, participation: PyTree) -> Any:
+    def objective_weights(self, server: PyTree, participation: PyTree) -> Any:
         """What each client counts in the f that is minimised, after a round: histories then have
         that f as `weighted_objective`. None where it is the plain mean."""
         return None

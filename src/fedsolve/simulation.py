@@ -132,7 +132,7 @@ def evaluate(
 
 def look(problem: Problem, algorithm: Algorithm, state: State, setting: Setting) -> dict[str, Any]:
     """`evaluate` after a round, and what clients hold back there."""
-    shares = algorithm.shares(state.server, state.participation)
+    shares = algorithm.objective_weights(state.server, state.participation)
     found = evaluate(problem, state.w, state.evaluation_key, setting, shares)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}

@@ -304,10 +304,10 @@ class Stream:
             values = _looked(block, state.w, state, jnp.int32(begin), self._setting)
             found.append(jax.tree.map(lambda leaf, at=first - begin: np.asarray(leaf)[at:], values))
         values = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *found)
-        return _combined(self._rest, state.w, values, self._shares(state))
+        return _combined(self._rest, state.w, values, self._weights(state))
 
-    def _shares(self, state: State) -> Any:
-        return self._algorithm.shares(state.server, state.participation)
+    def _weights(self, state: State) -> Any:
+        return self._algorithm.objective_weights(state.server, state.participation)
 
     @property
     def _block(self) -> int:
@@ -322,7 +322,7 @@ class Stream:
         def look() -> dict[str, Any]:
             gradient = wants_gradient(self._setting.stop)
             values = client_values(self._one, state.w, gradient=gradient)
-            shares = self._shares(state)
+            shares = self._weights(state)
             return combined(self._rest, state.w, values, None if shares is None else shares[:1])
 
         shapes = jax.eval_shape(look)

@@ -142,7 +142,7 @@ class FedADMM(Participating):
         self, fed: Federation, server: Server, key: Key[Array, ""]
     ) -> tuple[Server, dict[str, Any]]:
         drawn = self.draw(fed, key)
-        shares = self.shares(server, fed.participation)  # None: 1/m
+        shares = self.objective_weights(server, fed.participation)  # None: 1/m
         server, before = self.welcome(fed, server, shares), fed.w
         replies = fed.ask(self.improve, drawn.cohort, shares, when=drawn.available)
         changes, penalties = (replies.sum(), 0) if shares is None else replies.sum()

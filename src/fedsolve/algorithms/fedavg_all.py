@@ -35,7 +35,7 @@ class FedAvgAll(FedAvg):
     """Federated averaging over all clients' last parameters, also those of absent clients
     (Algorithm 2 of FedADMM's paper). A compressed uplink sends C(w_i − what the server has)."""
 
-    minimises_shares = False  # of all clients' last parameters, each counts the same
+    weighs_objective = False  # of all clients' last parameters, each counts the same
 
     def __check_init__(self):
         if not self.uplink.contractive:

@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 class FedDyn(Averaging):
     """Local problems that move with the server's, so that all of them agree at the optimum."""
 
-    minimises_shares = False  # the dual is a plain mean
+    weighs_objective = False  # the dual is a plain mean
 
     regularization: Scalar = eqx.field(converter=scalar("regularization"), default=0.1)
 

@@ -104,7 +104,7 @@ class IncentFedAvg(Participating):
     def limits(self) -> dict[str, Any]:
         return settling(self.game)
 
-    def shares(self, server: Server, participation: Any) -> Float[Array, " m"]:
+    def objective_weights(self, server: Server, participation: Any) -> Float[Array, " m"]:
         return server.contributions / jnp.sum(server.contributions)
 
     # On the server

@@ -50,6 +50,7 @@ from fedsolve.participation import Everyone, Participating, Selection, Weighting
 from fedsolve.participation.participating import as_selection, as_weighting
 from fedsolve.participation.weighting import Methods
 from fedsolve.problem import Client, Problem
+from fedsolve.replies import Replies
 
 Vector = Float[Array, " d"]
 
@@ -229,8 +230,7 @@ class PPBC(Participating):
         messages = answers.count
         if self.correction:
             surrogates = fed.ask(self.tell, _everyone(fed), server.epoch, when=ends)
-            shares = self.shares(server, fed.participation)  # None: 1/M
-            gathered = surrogates.sum() / fed.clients if shares is None else surrogates.sum(shares)
+            gathered = self.target(fed, surrogates)
             left_out = (1 - theta) * jnp.where(surrogates.any(), gathered - sent, 0)
             x = jnp.where(ends, fed.project(x - gamma * left_out), x)
             previous = jnp.where(ends, jnp.where(empty, 0, left_out), previous)
@@ -243,6 +243,11 @@ class PPBC(Participating):
         info |= self.weighting.info(fed.participation.weighting)
         info |= {} if up is True else {"up": up}
         return now, info | {"messages": messages, "messages_total": total}
+
+    def target(self, fed: Federation, replies: Replies) -> Vector:
+        """(1/M) Σ of what all clients said, or Σ p_m."""
+        weights = self.weighting.objective_weights(fed.participation.weighting)
+        return replies.sum() / fed.clients if weights is None else replies.sum(weights)
 
     def theta(self, round: Any) -> Any:
         """θ in this round."""

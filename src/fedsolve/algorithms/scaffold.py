@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 class SCAFFOLD(Averaging):
     """Averaging with control variates, which take the clients' drift out of their local steps."""
 
-    minimises_shares = False  # the control variate is a plain mean
+    weighs_objective = False  # the control variate is a plain mean
 
     server_step_size: Scalar = eqx.field(converter=scalar("server_step_size"), default=1.0)
 

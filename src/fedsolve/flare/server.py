@@ -143,7 +143,7 @@ def serve(
         def complete(state: State) -> None:
             """Gives the entry that waits the values at the end of its round, with that state."""
             nonlocal waiting, chunks
-            shares = tuned.shares(state.server, state.participation)
+            shares = tuned.objective_weights(state.server, state.participation)
             values = _together(together, state.w, link.values(), link.roster, shares)
             entries = {k: v for k, v in waiting.items() if k != "round"} | _stacked(values)
             new = on_host(entries, _span(waiting["round"].item()))

@@ -98,7 +98,7 @@ class Participating(Algorithm):
     `round` begins with `drawn = self.draw(fed, key)` and gives its update to `self.learn`.
     """
 
-    minimises_shares: ClassVar[bool] = True  # Σ p_m f_m, where the weighting has such p
+    weighs_objective: ClassVar[bool] = True  # Σ p_m f_m, where the weighting has such p
 
     participants: int | None = eqx.field(static=True, default=None, kw_only=True)
     weighting: Weighting = eqx.field(converter=as_weighting, default=None, kw_only=True)
@@ -126,7 +126,8 @@ class Participating(Algorithm):
         elif self.selecting.size is not None:
             check_count("selection.count", self.selecting.size, most=problem.n)
         self.weighting.check(problem)
-        if not self.minimises_shares and type(self.weighting).shares is not Weighting.shares:
+        told = type(self.weighting).objective_weights is not Weighting.objective_weights
+        if told and not self.weighs_objective:
             raise InvalidInput(
                 f"{type(self).__name__} minimises the plain mean over clients, and "
                 f"{type(self.weighting).__name__} makes clients count as it says: FedAvg, FedSGM, "
@@ -138,8 +139,8 @@ class Participating(Algorithm):
     def limits(self) -> dict[str, Any]:
         return self.weighting.limits()
 
-    def shares(self, server: PyTree, participation: PyTree) -> Any:
-        return self.weighting.shares(participation.weighting)
+    def objective_weights(self, server: PyTree, participation: PyTree) -> Any:
+        return self.weighting.objective_weights(participation.weighting)
 
     # On the server
 

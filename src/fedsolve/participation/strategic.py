@@ -111,7 +111,7 @@ class Strategic(Weighting):
     def limits(self) -> dict[str, Any]:
         return settling(self.game)
 
-    def shares(self, memory: Contributions) -> Contributions:
+    def objective_weights(self, memory: Contributions) -> Contributions:
         return normalised(memory)
 
     def check(self, problem: Problem) -> None:

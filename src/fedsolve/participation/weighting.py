@@ -73,7 +73,7 @@ class Weighting(eqx.Module):
         """Where what it writes is known to settle."""
         return {}
 
-    def shares(self, memory: PyTree) -> Weights:
+    def objective_weights(self, memory: PyTree) -> Weights:
         """p, where the weights are part of the problem, minimise Σ p_m f_m, and not only a way to
         its solution; None where that is the plain mean."""
         return None
