@@ -78,12 +78,6 @@ class Checkpoint:
         others = [name for name, value in identity.items() if self.head["run"].get(name) != value]
         if others:
             raise InvalidInput(f"{self.path} belongs to another run: {', '.join(others)} differ.")
-        if (theirs := self.head.get("jax")) != jax.__version__:
-            warnings.warn(
-                f"{self.path} is of JAX {theirs}, and this is {jax.__version__}: the same numbers"
-                " up to rounding, not the same bits.",
-                stacklevel=2,
-            )
 
     def state(self, template: State) -> State:
         """The state, if it has the form of the template."""
@@ -163,6 +157,12 @@ def load(path: str | Path) -> Checkpoint:
                     os.replace(path, path.with_name(path.name + ".damaged"))
                 message = f"{path} is damaged; going on from the one before, round {found.round}."
                 warnings.warn(message, stacklevel=2)
+            if (theirs := found.head.get("jax")) != jax.__version__:
+                warnings.warn(
+                    f"{place} is of JAX {theirs}, and this is {jax.__version__}: the same numbers"
+                    " up to rounding, not the same bits.",
+                    stacklevel=2,
+                )
             return found
         damaged.append(place)
     if damaged:

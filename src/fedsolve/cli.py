@@ -178,15 +178,22 @@ def _run_in(
     from fedsolve import checkpoints
     from fedsolve.folder import begin, checkpoint_of, save
     from fedsolve.programs import keep_compiled_programs
+    from fedsolve.solving import identity_of
     from fedsolve.tracking import Tracking
 
+    # All that may be refused is looked at before the first file is written.
     saved: dict[int, checkpoints.Checkpoint] = {}
-    for number in range(len(experiment.runs)):
+    own = {k: v for k, v in experiment.options.items() if k in ("evaluate_every", "precision")}
+    for number, (variant, each) in enumerate(experiment.runs):
         if checkpoints.exists(place := checkpoint_of(folder, number)):
             saved[number] = checkpoints.load(place)
             done, wanted = saved[number].round, experiment.options["rounds"]
             if done > wanted:
                 raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
+            clock = experiment.clocks[variant]
+            saved[number].check(
+                identity_of(*experiment.cell(variant, each), each, clock=clock, **own)
+            )
     try:
         begin(folder, experiment.resolved)
         tracking = Tracking(folder, track, experiment, tell)
@@ -194,7 +201,7 @@ def _run_in(
         raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
     keep_compiled_programs()
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
-    status, message, code, number = "finished", "", 0, 0
+    status, message, lost, code, number = "finished", "", "", 0, 0
     try:
         for number, (variant, each) in enumerate(experiment.runs):
             label = f"{variant or experiment.name}, seed {each}"
@@ -223,13 +230,14 @@ def _run_in(
     out.print(closing_table(runs))
     try:
         save(folder, runs, experiment.resolved, status, message)
+        out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
     except OSError as error:
-        fail(f"Cannot write to {folder}: {error.strerror}.", 1)
-    out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
+        lost = f"Cannot write to {folder}: {error.strerror}."
+        message, code = f"{message} {lost}".strip(), code or 1
     command = again or f"fedsolve run --resume {shlex.quote(str(folder))}"
     for missed in tracking.close(impatient=stopped if status == "finished" else lambda: False):
         tell(f"{missed} It is all in {folder}; to send it: {command}")
-    if status == "interrupted":
+    if status == "interrupted" or lost:
         out.print(f"To go on: {command}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)

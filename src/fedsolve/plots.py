@@ -285,6 +285,8 @@ def _curve(
 def _fit(axis: Any, series: list[np.ndarray]) -> None:
     """A few early values far above the rest would flatten everything else: leave them outside."""
     values = np.concatenate([s[np.isfinite(s)] for s in series])
+    if not len(values):
+        return
     low, high, top = np.min(values), np.quantile(values, 0.97), np.max(values)
     if top - low > 4 * (high - low) > 0:
         axis.set_ylim(low - 0.05 * (high - low), low + 1.6 * (high - low))

@@ -81,6 +81,11 @@ class Run:
         """How many rounds were done."""
         return int(self.state.round)
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the history has an entry yet: a run may be stopped before its first."""
+        return len(self.history.get("round", ())) > 0
+
     def __repr__(self) -> str:
         last = {k: v[-1] for k, v in self.history.items() if np.ndim(v) == 1 and len(v)}
         shown = ", ".join(f"{k}={last[k]:.6g}" for k in ("objective", "constraint") if k in last)
@@ -165,6 +170,8 @@ def _plot(
 ) -> Any:
     from fedsolve.plots import USUAL, plot
 
+    if not all(run.evaluated for group in groups.values() for run in group):
+        raise InvalidInput("There is nothing to show of a run that was never evaluated.")
     histories = [run.history for group in groups.values() for run in group]
     for name in panels or ():
         if not all(name in history for history in histories):

@@ -117,15 +117,7 @@ def solve(
     saved = load(resume) if isinstance(resume, str | Path) else resume
     identity: dict[str, Any] = {}
     if checkpoint is not None or isinstance(saved, Checkpoint):
-        identity = {
-            "problem": fingerprint(problem),
-            "algorithm": fingerprint(algorithm),
-            "seed": seed,
-            "evaluate_every": evaluate_every,
-            "precision": precision,
-            "follow": fingerprint(followed),
-            "clock": None if clock is None else fingerprint(clock),
-        }
+        identity = identity_of(problem, algorithm, seed, evaluate_every, precision, followed, clock)
     keeper = None
     if checkpoint is not None:
         place = Path(checkpoint)
@@ -299,6 +291,27 @@ def check_run(
     check_clock(clock, problem.n)
     mesh_of(devices)
     algorithm.check(problem)
+
+
+def identity_of(
+    problem: Problem,
+    algorithm: Algorithm,
+    seed: int,
+    evaluate_every: int = 1,
+    precision: str | None = None,
+    followed: Follow = (),
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """What makes a run this one and no other, as its checkpoints have it."""
+    return {
+        "problem": fingerprint(problem),
+        "algorithm": fingerprint(algorithm),
+        "seed": seed,
+        "evaluate_every": evaluate_every,
+        "precision": precision,
+        "follow": fingerprint(followed),
+        "clock": None if clock is None else fingerprint(clock),
+    }
 
 
 def as_follow(follow: Mapping[str, Any] | None) -> Follow:
