@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
 from fedsolve.flare import wire
 from fedsolve.runs import History
+
+if TYPE_CHECKING:
+    from fedsolve.store import Store
 
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "
@@ -63,6 +66,13 @@ class Checkpoint:
             name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
             for name, dtype in self.head["history"].items()
         }
+
+    @property
+    def stores(self) -> list[tuple[str, np.ndarray]]:
+        """What its store is to hold, if it is of a streamed run: its own rows, and those of the
+        one before, which is gone back to if this one is damaged."""
+        both = [self, _good(_before(self.path))]
+        return [(c.head["store"], c.arrays["store.0"]) for c in both if c and "store" in c.head]
 
     def of(self, path: Path) -> bool:
         """Whether it was read from there (or from the one before)."""
@@ -113,9 +123,9 @@ class Checkpoints:
         history: History,
         seconds: float,
         stopped: str = "",
-        store: np.ndarray | None = None,
+        store: Store | None = None,
     ) -> None:
-        """Puts the run on disk; `store` is what a streamed run knows of its clients' rows. Where
+        """Puts the run on disk, with what a streamed run's store knows of its clients' rows. Where
         that cannot be done, what is there stays, and the run goes on: its user is told."""
         head = {
             "format": FORMAT,
@@ -129,11 +139,14 @@ class Checkpoints:
         }
         began = time.perf_counter()
         named: dict[str, Any] = {f"history/{name}": v for name, v in history.items()}
-        named |= {} if store is None else {"store": store}
-        data = wire.encode(head, {"state": state} | named)
-        line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
         try:
+            if store is not None:
+                head["store"], named["store"] = store.save()
+            data = wire.encode(head, {"state": state} | named)
+            line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
             write_atomically(self._path, line, data, before=_before(self._path))
+            if store is not None:
+                store.saved()
         except OSError as error:
             message = f"No checkpoint after round {int(state.round)}: cannot write {self._path}"
             warnings.warn(f"{message}: {error.strerror}.", stacklevel=3)
@@ -194,7 +207,8 @@ def write_atomically(path: Path, *parts: bytes, before: Path | None = None) -> N
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with contextlib.suppress(OSError):  # not all file systems know this; the file is there
+            os.fsync(folder)
     finally:
         os.close(folder)
 
@@ -251,6 +265,13 @@ def _read(path: Path) -> Checkpoint | None:
     if head["format"] != FORMAT:
         raise InvalidInput(f"{path} has a form that this version of fedsolve does not read.")
     return Checkpoint(path, head, arrays)
+
+
+def _good(path: Path) -> Checkpoint | None:
+    try:
+        return _read(path)
+    except (OSError, InvalidInput):
+        return None
 
 
 def _before(path: Path) -> Path:

@@ -105,19 +105,23 @@ def solve(
     check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop, clock)
     if runtime not in ("compiled", "debug", "streamed"):
         raise InvalidInput(f'runtime must be "compiled", "debug" or "streamed", got {runtime!r}.')
+    saved = load(resume) if isinstance(resume, str | Path) else resume
     mesh = mesh_of(devices)
     if mesh is not None and runtime != "compiled":
         raise InvalidInput(f"Several devices are for the compiled runtime, not for {runtime!r}.")
     if runtime == "streamed":
-        _check_streamed(checkpoint, resume, store)
+        _check_streamed(checkpoint, store, saved)
     followed = as_follow(follow)
     stop = for_problem(stop, problem)
     if checkpoint_every is not None:
         check_count("checkpoint_every", checkpoint_every)
-    saved = load(resume) if isinstance(resume, str | Path) else resume
     identity: dict[str, Any] = {}
     if checkpoint is not None or isinstance(saved, Checkpoint):
         identity = identity_of(problem, algorithm, seed, evaluate_every, precision, followed, clock)
+    if isinstance(saved, Checkpoint):
+        saved.check(identity)
+        if saved.round > rounds:
+            raise InvalidInput(f"{saved.path} has done {saved.round} of {rounds} rounds.")
     keeper = None
     if checkpoint is not None:
         place = Path(checkpoint)
@@ -145,16 +149,12 @@ def solve(
             setting, tuned, words = copied((setting, tuned, words), mesh)
         if stream is not None:
             start = stream.start(words)
+            stack.enter_context(stream.stored(saved if isinstance(saved, Checkpoint) else None))
         else:
             start = jax.block_until_ready(compiled_start(placed, tuned, words, setting))
         chunks: list[History] = []
         if isinstance(saved, Checkpoint):
-            saved.check(identity)
             state = saved.state(start)
-            if stream is not None:
-                stream.resume(state, saved.arrays["store.0"])
-            if saved.round > rounds:
-                raise InvalidInput(f"{saved.path} has done {saved.round} of {rounds} rounds.")
             began -= saved.seconds
             if history := saved.history:
                 # A last evaluation between the others would not be there with more rounds.
@@ -187,7 +187,7 @@ def solve(
                 return
             state, seconds = whole(state), time.perf_counter() - began
             if keeper is not None:
-                rows = None if stream is None else stream.store.save()
+                rows = None if stream is None else stream.store
                 keeper.write(state, joined(chunks), seconds, ended if stopped else "", rows)
 
         def name(fault: Fault, spans: Spans) -> str:
@@ -254,11 +254,21 @@ def _together(checkpoint: str | Path | None) -> Iterator[None]:
         raise ProcessLost(f"Another process of this run was lost; {rest}. ({reason})") from error
 
 
-def _check_streamed(checkpoint: Any, resume: Any, store: Any) -> None:
+def _check_streamed(checkpoint: Any, store: Any, saved: Any) -> None:
     if checkpoint is not None and store is None:
         raise InvalidInput("A checkpoint of a streamed run needs a store that stays: give store.")
-    if isinstance(resume, State):
+    if isinstance(saved, State):
         raise InvalidInput("A streamed run goes on from its checkpoint; a state has no clients.")
+    if isinstance(saved, Checkpoint):
+        if "store" not in saved.head:
+            raise InvalidInput(f"{saved.path} is not of a streamed run.")
+        if store is None:
+            raise InvalidInput(f"{saved.path} goes on with the store that it was made with.")
+        if checkpoint is not None and not saved.of(Path(checkpoint)):
+            raise InvalidInput(
+                f"A streamed run goes on in its own checkpoint, {saved.path}: a store has the rows"
+                " of one run."
+            )
 
 
 def _ctrl_c() -> Flag:
