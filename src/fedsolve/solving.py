@@ -22,6 +22,7 @@ from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, l
 from fedsolve.clock import Clock, check_clock
 from fedsolve.devices import (
     agreed,
+    anyone,
     copied,
     mesh_of,
     problem_specs,
@@ -212,8 +213,8 @@ def solve(
         while len(spans):
             if keeper is not None:
                 budget = keeper.at_most(budget, int(state.round))
-            enough, budget = agreed(interrupted(), budget)
-            if enough:
+            (budget,) = agreed(budget)
+            if anyone(interrupted()):
                 keep(state)
                 message = f"Stopped by the user after round {int(state.round)} of {rounds}."
                 raise Interrupted(message, run(state, chunks))

@@ -3,7 +3,8 @@
 A round is one compiled program over the rows of its cohort. Who that is, is found before: the
 algorithm's round is followed up to its first question. While a round computes, the rows of the
 next cohort are fetched. It may turn out to be another one (where drawing depends on the answers);
-then it is fetched again. So data and states in memory are those of two cohorts, whatever the number of clients.
+then it is fetched again. So data and states in memory are those of two cohorts, whatever the
+number of clients.
 
 A round that asks others as well, or everyone, is cut at its questions (`stages`): each is answered
 block by block. Then what is in memory is a block of clients, and the replies of all that are asked.
