@@ -298,8 +298,17 @@ def test_a_checkpoint_of_another_jax_is_used_and_that_is_said(task, tmp_path, mo
     assert run.rounds == 5
 
 
+class Kept(fs.Tracker):
+    """Counts how often it was given the files."""
+
+    times = 0
+
+    def keep(self, files):
+        Kept.times += 1
+
+
 def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkeypatch):  # noqa: F811
-    words = ["--set", "run.evaluate_every=1", "--out"]
+    words = ["--set", "run.evaluate_every=1", "--track", "test_checkpoints:Kept", "--out"]
     assert fedsolve("run", "neyman-pearson", "--rounds", 40, *words, "x")[0] == 0
     before = results(tmp_path / "x")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -313,6 +322,7 @@ def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkey
     assert "No checkpoint after round 60: cannot write" in told
     assert "Cannot write to x: File too large." in told
     assert "To go on: fedsolve run --resume x" in out
+    assert Kept.times == 2  # trackers are told all the same
     after = results(tmp_path / "x")
     assert after.pop("config.toml") != before.pop("config.toml")  # it says what was begun
     assert after == before
