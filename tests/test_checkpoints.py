@@ -126,6 +126,20 @@ def test_a_run_without_an_evaluation_has_nothing_to_show(task):
     assert fs.solve(*task, 3, resume=run.state).evaluated
 
 
+def test_checkpoints_by_time(task, tmp_path):
+    """The first chunk is a round: with no time between checkpoints, one is written after it."""
+    fs.solve(*task, 40, checkpoint=tmp_path / "often", checkpoint_every="0.000001 s")
+    assert checkpoints.load(tmp_path / "often.before").round < 40
+    fs.solve(*task, 40, checkpoint=tmp_path / "once", checkpoint_every="2 h")
+    assert not (tmp_path / "once.before").exists()
+    expected = {"90 s": (None, 90), "5min": (None, 300), "1.5 h": (None, 5400), 7: (7, 30)}
+    for text, found in expected.items():
+        assert checkpoints.how_often("x", text) == found
+    for wrong in ("5", "0 s", "-1 s", "1..2 s", "soon", ". s"):
+        with pytest.raises(fs.InvalidInput, match="must be a whole number of rounds"):
+            fs.solve(*task, 3, checkpoint_every=wrong)
+
+
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_more_rounds_from_a_file_are_as_if_never_stopped(task, tmp_path, precision):
     options = {"evaluate_every": 4, "precision": precision}
@@ -238,6 +252,7 @@ def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path, monke
         ("--resume", "y"): "y is no folder of a run: it has no config.toml.",
         ("--resume", "x", "--rounds", "2"): "x has done 4 rounds, more than 2.",
         ("x.toml", "--checkpoint-every", "0"): "--checkpoint-every must be a whole number",
+        ("x.toml", "--checkpoint-every", "5 days"): 'or a time such as "90 s" or "5 min"',
         (): "This needs an experiment, or --resume DIR.",
     }
     for words, sentence in wrong.items():

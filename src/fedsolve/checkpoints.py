@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import numpy as np
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
+from fedsolve.fields import check_count
 from fedsolve.flare import wire
 from fedsolve.runs import History
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "
-SECONDS = 30.0  # between checkpoints, where rounds are not counted;
+SECONDS = 30.0  # between checkpoints, where nothing else is said;
+UNITS = {"s": 1, "min": 60, "h": 3600}
 SHARE = 20  # but so many times what the last one took, so that they stay cheap
 
 
@@ -101,11 +104,12 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints: every so many rounds, else every half minute."""
+    """Writes a run's checkpoints: every so many rounds, or after so much time."""
 
-    def __init__(self, path: str | Path, every: int | None, identity: dict[str, Any]):
-        self._path, self._every, self._identity = Path(path), every, identity
-        self._due = time.perf_counter() + SECONDS
+    def __init__(self, path: str | Path, every: int | str | None, identity: dict[str, Any]):
+        self._path, self._identity = Path(path), identity
+        self._every, self._seconds = how_often("checkpoint_every", every)
+        self._due = time.perf_counter() + self._seconds
         check_writable(self._path.parent)
 
     def at_most(self, budget: int, done: int) -> int:
@@ -151,7 +155,23 @@ class Checkpoints:
             message = f"No checkpoint after round {int(state.round)}: cannot write {self._path}"
             warnings.warn(f"{message}: {error.strerror}.", stacklevel=3)
         now = time.perf_counter()
-        self._due = now + max(SECONDS, SHARE * (now - began))
+        self._due = now + max(self._seconds, SHARE * (now - began))
+
+
+def how_often(name: str, every: int | str | None) -> tuple[int | None, float]:
+    """Rounds between checkpoints, None where time is counted; and the seconds."""
+    if isinstance(every, str):
+        found = re.fullmatch(rf"([\d.]+) *({'|'.join(UNITS)})", every.strip())
+        with contextlib.suppress(ValueError):
+            if found and (seconds := float(found[1]) * UNITS[found[2]]) > 0:
+                return None, seconds
+        raise InvalidInput(
+            f'{name} must be a whole number of rounds, or a time such as "90 s" or "5 min", got'
+            f" {every!r}."
+        )
+    if every is not None:
+        check_count(name, every)
+    return every, SECONDS
 
 
 def load(path: str | Path) -> Checkpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -107,8 +108,8 @@ def run(
         str | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")
     ] = None,
     checkpoint_every: Annotated[
-        int | None,
-        typer.Option(metavar="ROUNDS", help="Save so often; by default every half minute."),
+        str | None,
+        typer.Option(metavar="ROUNDS|TIME", help="Save so often: 100, 90s, 5min; by default 30s."),
     ] = None,
     track: Annotated[
         list[str] | None,
@@ -137,14 +138,13 @@ def _run(
     experiment: Experiment,
     out_dir: str | None,
     resume: str | None,
-    checkpoint_every: int | None,
+    checkpoint_every: int | str | None,
     stopped: Flag,
     again: str | None = None,
     track: Sequence[str] = (),
 ) -> None:
     """Runs it all; `again` is the command that goes on with it, where that is another one."""
     from fedsolve import checkpoints
-    from fedsolve.fields import check_count
     from fedsolve.folder import alone, new_folder
     from fedsolve.solving import check_run
     from fedsolve.tracking import made
@@ -153,8 +153,9 @@ def _run(
     for variant in list(experiment.cells)[: None if experiment.instances is None else 1]:
         clock = experiment.clocks[variant]
         check_run(*experiment.cells[variant], clock=clock, **experiment.options)
-    if checkpoint_every is not None:
-        check_count("--checkpoint-every", checkpoint_every)
+    if isinstance(checkpoint_every, str) and re.fullmatch(r"-?\d+", checkpoint_every):
+        checkpoint_every = int(checkpoint_every)
+    checkpoints.how_often("--checkpoint-every", checkpoint_every)
     for text in track:
         made(text)
     if resume is None:
@@ -169,7 +170,7 @@ def _run(
 def _run_in(
     folder: Path,
     experiment: Experiment,
-    checkpoint_every: int | None,
+    checkpoint_every: int | str | None,
     stopped: Flag,
     track: Sequence[str],
     again: str | None,

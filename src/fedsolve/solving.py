@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from fedsolve import debug
 from fedsolve.algorithm import Algorithm
-from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, load
+from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, how_often, load
 from fedsolve.clock import Clock, check_clock
 from fedsolve.devices import (
     agreed,
@@ -62,7 +62,7 @@ def solve(
     clients_at_once: int | None = None,
     arrivals: Arrivals | None = None,
     checkpoint: str | Path | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | str | None = None,
     resume: State | Checkpoint | str | Path | None = None,
     stop: Stop | None = None,
     progress: Callable[[int, int, History], None] | None = None,
@@ -85,7 +85,8 @@ def solve(
       processor's cache holds where their data are large.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `checkpoint`: a file that keeps the run, whole, every half minute (or every
-      `checkpoint_every` rounds) and at its end; the one before is kept as well (`….before`).
+      `checkpoint_every`: so many rounds, or a time such as `"5 min"`) and at its end; the one
+      before is kept as well (`….before`).
     - `resume`: what to go on from: a checkpoint's file, with which the run is as if it had never
       stopped, or the `state` of an earlier run. `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
@@ -114,8 +115,7 @@ def solve(
         _check_streamed(checkpoint, store, saved)
     followed = as_follow(follow)
     stop = for_problem(stop, problem)
-    if checkpoint_every is not None:
-        check_count("checkpoint_every", checkpoint_every)
+    how_often("checkpoint_every", checkpoint_every)
     identity: dict[str, Any] = {}
     if checkpoint is not None or isinstance(saved, Checkpoint):
         identity = identity_of(problem, algorithm, seed, evaluate_every, precision, followed, clock)
