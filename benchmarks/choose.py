@@ -3,9 +3,11 @@
     python benchmarks/choose.py
 
 Under a constraint: Neyman-Pearson classification, 20 clients, 10 of them a round, 5 local steps,
-500 rounds, tolerance 0.05. Without one: least squares, 20 clients of 30 samples whose solutions
-differ, 10 parameters, until f − f* is a thousandth of what it was, at most 1000 rounds; the step
-size (the penalty of FedADMM) is the best of a grid, and 10 of 20 clients take part.
+500 rounds, tolerance 0.05, 3 seeds. Each algorithm has the step of a grid with the least f among
+those whose g is within the tolerance, else the one with the least g. Without one: least squares,
+20 clients of 30 samples whose solutions differ, 10 parameters, until f − f* is a thousandth of what
+it was, at most 1000 rounds; the step size (the penalty of FedADMM) is the best of a grid, and 10 of
+20 clients take part. Seconds are simulated: 50 ms one way, 10 Mbit/s up, 10 ms for a gradient.
 """
 
 from typing import Any
@@ -30,15 +32,27 @@ def constrained() -> None:
         "IPPConEx, 5 steps": fs.IPPConEx(0.1, **common, steps=5),
         "FedAvg, no constraint": fs.FedAvg(0.1, participants=10, local_steps=5),
     }
-    print("| algorithm | f | g | evaluations with g ≤ ε | bytes up | bytes down |")
-    print("|---|---|---|---|---|---|")
+    print("| algorithm | best step | f | g | evaluations with g ≤ ε | bytes up | bytes down |")
+    print("|---|---|---|---|---|---|---|")
     for name, algorithm in algorithms.items():
-        history = fs.solve(problem, algorithm, rounds=500).history
-        f, g = history["objective"][-100:], history["constraint"][-100:]
-        sizes = [f"{history[f'bytes_{way}_total'][-1] / 1000:.0f} kB" for way in ("up", "down")]
+        swept = fs.sweep(problem, algorithm, 500, seeds=range(3), step_size=[3.0, 1.0, *STEPS[:3]])
+        found = []
+        for step in dict.fromkeys(run.settings["step_size"] for run in swept.runs):
+            runs = [run.history for run in swept.runs if run.settings["step_size"] == step]
+            if all(len(history["round"]) == 500 for history in runs):
+                f, g = (
+                    np.array([history[key][-100:] for history in runs])
+                    for key in ("objective", "constraint")
+                )
+                found.append(
+                    (g.mean() > 0.05, f.mean() if g.mean() <= 0.05 else g.mean(), step, f, g)
+                )
+        *_, step, f, g = min(found, key=lambda each: each[:2])
+        last = swept.runs[0].history
+        sizes = [f"{last[f'bytes_{way}_total'][-1] / 1000:.0f} kB" for way in ("up", "down")]
         within = f"{100 * (g <= 0.05).mean():.0f} %"
-        row = [name, f"{f.mean():.4f}", f"{g.mean():.4f}", within, *sizes]
-        print("| " + " | ".join(row) + " |")
+        row = [name, f"{step:g}", f"{f.mean():.4f}", f"{g.mean():.4f}", within, *sizes]
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 def unconstrained() -> None:
@@ -64,24 +78,27 @@ def unconstrained() -> None:
         "FedADMM, k_0 = 5": fs.FedADMM(**common, local_iterations=5),
         "PPBC, everyone": fs.PPBC(0.1),
     }
-    print("\n| algorithm | best setting | rounds | messages | bytes, both ways |")
-    print("|---|---|---|---|---|")
+    print("\n| algorithm | best setting | rounds | messages | bytes, both ways | seconds |")
+    print("|---|---|---|---|---|---|")
     for name, algorithm in algorithms.items():
         field = "penalty" if isinstance(algorithm, fs.FedADMM) else "step_size"
         values = [3.0, 1.0, 0.2, 0.1] if field == "penalty" else STEPS
         grid: dict[str, Any] = {field: values}
-        runs = fs.sweep(problem, algorithm, 1000, stop=fs.Reached(target), **grid).runs
+        steps = getattr(algorithm, "local_steps", getattr(algorithm, "local_iterations", 1))
+        clock = fs.Clock(work=0.01 * int(steps), up=10e6, down=50e6, latency=0.05)
+        runs = fs.sweep(problem, algorithm, 1000, stop=fs.Reached(target), clock=clock, **grid).runs
         reached = [run for run in runs if run.history["objective"][-1] <= target]
         if not reached:
             near = min(np.nanmin(run.history["objective"]) for run in runs) - lowest
-            print(f"| {name} | – | not in 1000 ({near / (target - lowest):.1f} of it) | | |")
+            print(f"| {name} | – | not in 1000 ({near / (target - lowest):.1f} of it) | | | |")
             continue
         best = min(reached, key=lambda run: run.rounds)
         last = {key: values[-1] for key, values in best.history.items()}
         size = (last["bytes_up_total"] + last["bytes_down_total"]) / 1000
         setting = f"{field} {best.settings[field]:g}"
+        row = [name, setting, best.rounds, last["messages_both_ways"], f"{size:.0f} kB"]
         print(
-            f"| {name} | {setting} | {best.rounds} | {last['messages_both_ways']} | {size:.0f} kB |"
+            "| " + " | ".join(map(str, [*row, f"{last['seconds_total']:.1f}"])) + " |", flush=True
         )
 
 

@@ -31,6 +31,7 @@ def main() -> None:
         "params": np.zeros(D),
     }
     free = fs.Problem(**parts)
+    seen = fs.Problem(**parts, representation=lambda w, data: data["x"] * w)
     problem = fs.Problem(**parts, constraint=lambda w, data: jnp.mean(w**2) - 1)
     game = fs.Game(
         fs.games.RandomDiscovery(np.full((CLIENTS, 2), 0.5)),
@@ -48,6 +49,7 @@ def main() -> None:
         "FedAvgAll": (free, fs.FedAvgAll(1e-3)),
         "SCAFFOLD": (free, fs.SCAFFOLD(1e-3)),
         "FedDyn": (free, fs.FedDyn(1e-3)),
+        "MOON": (seen, fs.MOON(1e-3)),
         "FedAlt, FedSim": (free, fs.FedAlt(1e-3)),
         "F3AST": (free, fs.F3AST(1e-3, participants=CLIENTS)),
         "PPBC": (free, fs.PPBC(1e-3, epoch_length=100)),

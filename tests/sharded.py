@@ -6,6 +6,8 @@ python sharded.py process I PORT FOLDER ROUNDS    process I of two
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 import examples
 import fedsolve as fs
+from fedsolve import checkpoints
 from fedsolve.participation import DataSize, FirstAnswers, Top
 
 EXACT = {"precision": "float64", "seed": 3}
@@ -55,6 +58,11 @@ def on_devices():
     half = fs.solve(problem, algorithm, **(options | {"rounds": 2})).state
     rest = fs.solve(problem, algorithm, devices=4, resume=half, **options)
     same(rest, fs.solve(problem, algorithm, resume=half, **options))
+    with tempfile.TemporaryDirectory() as folder:  # from a file, on more and on fewer
+        for before, after in [({}, {"devices": 4}), ({"devices": 4}, {})]:
+            file = f"{folder}/from {len(before)}"
+            fs.solve(problem, algorithm, checkpoint=file, **(options | {"rounds": 2}), **before)
+            same(fs.solve(problem, algorithm, resume=file, **options, **after), shared)
     for devices, sentence in [(9, "JAX sees 4"), ("some", "must be a number"), (0, "JAX sees 4")]:
         with pytest.raises(fs.InvalidInput, match=sentence):
             fs.solve(problem, algorithm, 1, devices=devices)
@@ -66,7 +74,7 @@ def in_process(index, port, folder, rounds):
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, heartbeat_timeout_seconds=10)
     _, problem, algorithm, _ = next(cases())
     file = f"{folder}/checkpoint"
-    resume = file if os.path.exists(file) else None
+    resume = file if checkpoints.exists(Path(file)) else None
 
     def progress(done, rounds, newest):
         print(done, flush=True)

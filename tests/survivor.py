@@ -31,6 +31,8 @@ EVERY = ALGORITHMS | {
     "FedDyn": fs.FedDyn(0.05, participants=3, local_steps=2),
     "MOON, Top-K": fs.MOON(0.05, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
 }
+STREAMED = "FedSGM, Top-K, streamed"
+EVERY[STREAMED] = fs.FedSGM(0.05, 0.1, participants=3, uplink=fs.TopK(0.6))
 ROUNDS = 3000
 AFTERWARDS = 0.15  # seconds after its first checkpoint within which a run is killed
 STARTING = 0.3  # so many of the kills come before that
@@ -53,6 +55,7 @@ def live(folder: Path, name: str, every: int) -> None:
         checkpoint=file,
         checkpoint_every=every,
         resume=file if exists(file) else None,
+        **({"runtime": "streamed", "store": folder / "store"} if name == STREAMED else {}),
     )
     arrays = {f"leaf {k}": leaf for k, leaf in enumerate(jax.tree.leaves(run.state))}
     np.savez(folder / "beside.npz", **arrays, **run.history)

@@ -52,6 +52,10 @@ def wait_for_a_checkpoint(process, folder):
         time.sleep(0.01)
 
 
+def everything(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
 def results(folder):
     names = ("config.toml", "history.csv", "params.safetensors", "history.safetensors")
     return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
@@ -83,16 +87,19 @@ def test_killed_at_any_moment_and_resumed_to_the_same_bits(tmp_path):
     assert json.loads((tmp_path / "cut/run.json").read_text())["status"] == "finished"
 
 
-def test_sigterm_saves_and_says_how_to_go_on(tmp_path):
-    process = start(tmp_path, "neyman-pearson", "--rounds", 10**7, "--checkpoint-every", 50)
+def test_sigterm_before_the_first_evaluation_saves_and_says_how_to_go_on(tmp_path):
+    words = ["--rounds", 10**7, "--set", f"run.evaluate_every={10**7}", "--checkpoint-every", 50]
+    process = start(tmp_path, "neyman-pearson", *words)
     wait_for_a_checkpoint(process, tmp_path / "runs/neyman-pearson")
     process.terminate()
     out, told = process.communicate(timeout=60)
     assert process.returncode == 143, told
     assert "To go on: fedsolve run --resume runs/neyman-pearson" in out
-    assert json.loads((tmp_path / "runs/neyman-pearson/run.json").read_text())["status"] == (
-        "interrupted"
-    )
+    facts = json.loads((tmp_path / "runs/neyman-pearson/run.json").read_text())
+    assert facts["status"] == "interrupted"
+    saved = checkpoints.load(tmp_path / "runs/neyman-pearson/checkpoints/run-0")
+    assert saved.round == facts["rounds"]["seed-0"] >= 50
+    assert f"Stopped by the user after round {saved.round} of" in " ".join(told.split())
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +113,31 @@ def same(run, other):
     assert list(run.history) == list(other.history)
     np.testing.assert_array_equal(run.params, other.params)
     np.testing.assert_array_equal(run.average, other.average)
+
+
+def test_a_run_without_an_evaluation_has_nothing_to_show(task):
+    asked = iter([False, True])
+    with pytest.raises(fs.Interrupted) as stopped:
+        fs.solve(*task, 100, evaluate_every=50, interrupted=lambda: next(asked))
+    run = stopped.value.run
+    assert (run.rounds, run.evaluated) == (1, False)
+    with pytest.raises(fs.InvalidInput, match="nothing to show of a run that was never evaluated"):
+        run.plot()
+    assert fs.solve(*task, 3, resume=run.state).evaluated
+
+
+def test_checkpoints_by_time(task, tmp_path):
+    """The first chunk is a round: with no time between checkpoints, one is written after it."""
+    fs.solve(*task, 40, checkpoint=tmp_path / "often", checkpoint_every="0.000001 s")
+    assert checkpoints.load(tmp_path / "often.before").round < 40
+    fs.solve(*task, 40, checkpoint=tmp_path / "once", checkpoint_every="2 h")
+    assert not (tmp_path / "once.before").exists()
+    expected = {"90 s": (None, 90), "5min": (None, 300), "1.5 h": (None, 5400), 7: (7, 30)}
+    for text, found in expected.items():
+        assert checkpoints.how_often("x", text) == found
+    for wrong in ("5", "0 s", "-1 s", "1..2 s", "soon", ". s"):
+        with pytest.raises(fs.InvalidInput, match="must be a whole number of rounds"):
+            fs.solve(*task, 3, checkpoint_every=wrong)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -209,10 +241,10 @@ def test_a_folder_that_cannot_be_written_to():
         assert not list(Path(name).iterdir())
 
 
-def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path):  # noqa: F811
+def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path, monkeypatch):  # noqa: F811
     (tmp_path / "x.toml").write_text(EXPERIMENT)
     assert fedsolve("run", "x.toml", "--rounds", 4, "--out", "x")[0] == 0
-    before = results(tmp_path / "x")
+    before = everything(tmp_path / "x")
     config = (tmp_path / "x/config.toml").read_text()
     wrong = {
         ("x.toml", "--resume", "x"): "only --rounds may change",
@@ -220,16 +252,23 @@ def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path):  # n
         ("--resume", "y"): "y is no folder of a run: it has no config.toml.",
         ("--resume", "x", "--rounds", "2"): "x has done 4 rounds, more than 2.",
         ("x.toml", "--checkpoint-every", "0"): "--checkpoint-every must be a whole number",
+        ("x.toml", "--checkpoint-every", "5 days"): 'or a time such as "90 s" or "5 min"',
         (): "This needs an experiment, or --resume DIR.",
     }
     for words, sentence in wrong.items():
         status, _, told = fedsolve("run", *words)
         assert (status, sentence in told) == (2, True), told
-        assert results(tmp_path / "x") == before
+        assert everything(tmp_path / "x") == before
+    with monkeypatch.context() as other:
+        other.setattr(fs, "__version__", "99.0")
+        status, _, told = fedsolve("run", "--resume", "x", "--rounds", 6)
+    assert (status, "and this is 99.0." in told) == (2, True), told
+    assert everything(tmp_path / "x") == before
     (tmp_path / "x/config.toml").write_text(config.replace("0.05", "0.06"))
+    before = everything(tmp_path / "x")
     status, _, told = fedsolve("run", "--resume", "x", "--rounds", 6)
-    assert status == 2
-    assert "belongs to another run: algorithm differ" in told
+    assert (status, "belongs to another run: algorithm differ" in told) == (2, True), told
+    assert everything(tmp_path / "x") == before
     (tmp_path / "x/config.toml").write_text(config)
     assert fedsolve("run", "--resume", "x", "--rounds", 6)[0] == 0
     assert fedsolve("run", "x.toml", "--rounds", 6, "--out", "z")[0] == 0
@@ -274,20 +313,31 @@ def test_a_checkpoint_of_another_jax_is_used_and_that_is_said(task, tmp_path, mo
     assert run.rounds == 5
 
 
+class Kept(fs.Tracker):
+    """Counts how often it was given the files."""
+
+    times = 0
+
+    def keep(self, files):
+        Kept.times += 1
+
+
 def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkeypatch):  # noqa: F811
-    words = ["--set", "run.evaluate_every=1", "--out"]
+    words = ["--set", "run.evaluate_every=1", "--track", "test_checkpoints:Kept", "--out"]
     assert fedsolve("run", "neyman-pearson", "--rounds", 40, *words, "x")[0] == 0
     before = results(tmp_path / "x")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
     try:
-        status, _, told = fedsolve("run", "--resume", "x", "--rounds", 60)
+        status, out, told = fedsolve("run", "--resume", "x", "--rounds", 60)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     told = " ".join(told.split())
     assert status == 1
     assert "No checkpoint after round 60: cannot write" in told
     assert "Cannot write to x: File too large." in told
+    assert "To go on: fedsolve run --resume x" in out
+    assert Kept.times == 2  # trackers are told all the same
     after = results(tmp_path / "x")
     assert after.pop("config.toml") != before.pop("config.toml")  # it says what was begun
     assert after == before

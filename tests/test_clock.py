@@ -161,6 +161,8 @@ def test_an_experiment_has_a_clock_that_variants_may_change(tmp_path):
     assert fast.work == {"improve": 1.0}
     assert experiment.resolved["clock"]["down"] == np.inf
     assert config.resolve("x", experiment.resolved).clocks["fast"].up == 1e9
+    shown = config.settings_of(experiment.resolved, "fast")  # as reports and trackers have it
+    assert (shown["clock.up"], shown["clock.work.improve"]) == (1e9, 1.0)
     table["clock"]["upp"] = 1
     with pytest.raises(fs.InvalidInput, match=r"clock\.'upp' is not a known field of Clock"):
         config.resolve("x", table)

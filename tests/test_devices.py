@@ -55,6 +55,27 @@ def two(tmp_path):
         process.communicate()
 
 
+def test_two_processes_give_the_numbers_of_one(two, tmp_path):
+    """And what they saved goes on in one."""
+    for process in two(rounds=10):
+        assert "all well" in (told := process.communicate(timeout=LIMIT)[0]), told
+    agree_with_one(tmp_path, rounds=10)
+    _, problem, algorithm, _ = next(sharded.cases())
+    file = tmp_path / "checkpoint"
+    rest = fs.solve(problem, algorithm, 12, resume=file, **sharded.EXACT)
+    sharded.same(rest, fs.solve(problem, algorithm, 12, **sharded.EXACT))
+
+
+def agree_with_one(folder, rounds):
+    _, problem, algorithm, _ = next(sharded.cases())
+    alone = fs.solve(problem, algorithm, rounds, **sharded.EXACT)
+    for index in (0, 1):
+        found = np.load(folder / f"{index}.npz")
+        np.testing.assert_allclose(found["params"], alone.params, rtol=1e-6)
+        for name, values in alone.history.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.slow  # where a collective hangs, it takes JAX its heartbeat's time to notice
 def test_two_processes_survive_the_loss_of_one(two, tmp_path):
     file = tmp_path / "checkpoint"
@@ -74,10 +95,4 @@ def test_two_processes_survive_the_loss_of_one(two, tmp_path):
     rounds = checkpoints.load(file).round + 4
     for process in two(rounds):
         assert "all well" in (told := process.communicate(timeout=LIMIT)[0]), told
-    _, problem, algorithm, _ = next(sharded.cases())
-    alone = fs.solve(problem, algorithm, rounds, **sharded.EXACT)
-    for index in (0, 1):
-        found = np.load(tmp_path / f"{index}.npz")
-        np.testing.assert_allclose(found["params"], alone.params, rtol=1e-6)
-        for name, values in alone.history.items():
-            np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-9)
+    agree_with_one(tmp_path, rounds)

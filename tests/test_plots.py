@@ -37,6 +37,25 @@ def test_any_entry_of_the_history_is_a_panel(swept, tmp_path):
         first.plot(width=-1.0)
 
 
+def test_rounds_over_the_tolerance_are_marked(swept):
+    figure = swept.plot(panels=["constraint"])
+    marks = [line for line in figure.axes[0].lines if line.get_gid() == "over"]
+    for step_size, line in zip((0.05, 0.02), marks, strict=True):
+        runs = [run for run in swept.runs if run.settings["step_size"] == step_size]
+        mean = np.mean([run.history["constraint"] for run in runs], axis=0)
+        expected = runs[0].history["round"][mean > 0.1]
+        assert len(expected) > 0
+        np.testing.assert_array_equal(line.get_xdata(), expected)
+
+
+def test_fonts_are_as_one_says(swept, tmp_path):
+    figure = swept[0].plot(tmp_path / "x.pdf", style={"font.family": "serif", "font.size": 7})
+    assert figure.axes[0].title.get_fontfamily() == ["serif"]
+    assert b"DejaVuSerif" in (tmp_path / "x.pdf").read_bytes()
+    with pytest.raises(fs.InvalidInput, match=r"'font' is no setting of matplotlib's"):
+        swept[0].plot(style={"font": "serif"})
+
+
 def test_shares_of_rounds_are_by_bins():
     cohorts = np.array([[0, 2], [2, -1], [1, 2]] * 300)
     ends, shares = participation(cohorts, np.arange(10, 9001, 10))

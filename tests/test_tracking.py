@@ -225,6 +225,31 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
 
 
 @needs_mlflow
+def test_addresses_are_as_mlflow_means_them(tmp_path, monkeypatch):
+    """And the same once more, as a resumed run reads them from another folder."""
+    from fedsolve.mlflow import MLflow
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    for variable, given, expected in [
+        ("", "", f"sqlite:///{tmp_path}/mlflow.db"),
+        ("", "x.db", f"sqlite:///{tmp_path}/x.db"),
+        ("", "sqlite:///x.db", f"sqlite:///{tmp_path}/x.db"),
+        ("", "there", f"file://{tmp_path}/there"),
+        ("", "databricks", "databricks"),
+        ("databricks", "", "databricks"),
+        ("databricks://profile", "", "databricks://profile"),
+        ("./mlruns", "", f"file://{tmp_path}/mlruns"),
+        ("x.db", "", f"sqlite:///{tmp_path}/x.db"),
+        ("http://127.0.0.1:5000", "", "http://127.0.0.1:5000"),
+    ]:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+        address = MLflow(given).address
+        assert address == expected
+        assert MLflow(address).address == expected
+
+
+@needs_mlflow
 @pytest.mark.filterwarnings("ignore")  # MLflow's own
 def test_a_file_gets_parameters_metrics_and_files_and_a_resumed_run_goes_on(fedsolve, tmp_path):  # noqa: F811
     (tmp_path / "x.toml").write_text(

@@ -8,11 +8,15 @@ Started again after a loss, it goes on from its checkpoint.
 
 import argparse
 import os
+import signal
+import sys
 from pathlib import Path
 
 import jax
 
 import fedsolve as fs
+from fedsolve.checkpoints import exists
+from fedsolve.signals import Flag
 
 
 def join() -> None:
@@ -34,15 +38,21 @@ def main() -> None:
     algorithm = fs.FedAvg(0.01, local_steps=10, participants=64)
     file = told.out / "checkpoint"
     try:
-        run = fs.solve(
-            problem,
-            algorithm,
-            told.rounds,
-            evaluate_every=10,
-            devices="all",
-            checkpoint=file,
-            resume=file if file.exists() else None,
-        )
+        # JAX catches SIGTERM when processes join, to no end here: schedulers send it before they
+        # kill. Whichever process gets it, all of them stop, and the first saves.
+        with Flag(signal.SIGINT, signal.SIGTERM) as stopped:
+            run = fs.solve(
+                problem,
+                algorithm,
+                told.rounds,
+                evaluate_every=10,
+                devices="all",
+                checkpoint=file,
+                resume=file if exists(file) else None,
+                interrupted=stopped,
+            )
+    except fs.Interrupted as stop:
+        sys.exit(f"{stop} Started again, it goes on from {file}.")
     except fs.ProcessLost as lost:
         print(lost, flush=True)
         os._exit(1)  # an orderly end would wait for the lost one

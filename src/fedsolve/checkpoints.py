@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,17 @@ import numpy as np
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import State
+from fedsolve.fields import check_count
 from fedsolve.flare import wire
 from fedsolve.runs import History
 
+if TYPE_CHECKING:
+    from fedsolve.store import Store
+
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "
-SECONDS = 30.0  # between checkpoints, where rounds are not counted;
+SECONDS = 30.0  # between checkpoints, where nothing else is said;
+UNITS = {"s": 1, "min": 60, "h": 3600}
 SHARE = 20  # but so many times what the last one took, so that they stay cheap
 
 
@@ -64,6 +70,13 @@ class Checkpoint:
             for name, dtype in self.head["history"].items()
         }
 
+    @property
+    def stores(self) -> list[tuple[str, np.ndarray]]:
+        """What its store is to hold, if it is of a streamed run: its own rows, and those of the
+        one before, which is gone back to if this one is damaged."""
+        both = [self, _good(_before(self.path))]
+        return [(c.head["store"], c.arrays["store.0"]) for c in both if c and "store" in c.head]
+
     def of(self, path: Path) -> bool:
         """Whether it was read from there (or from the one before)."""
         return self.path in (path, _before(path))
@@ -78,12 +91,6 @@ class Checkpoint:
         others = [name for name, value in identity.items() if self.head["run"].get(name) != value]
         if others:
             raise InvalidInput(f"{self.path} belongs to another run: {', '.join(others)} differ.")
-        if (theirs := self.head.get("jax")) != jax.__version__:
-            warnings.warn(
-                f"{self.path} is of JAX {theirs}, and this is {jax.__version__}: the same numbers"
-                " up to rounding, not the same bits.",
-                stacklevel=2,
-            )
 
     def state(self, template: State) -> State:
         """The state, if it has the form of the template."""
@@ -97,11 +104,12 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints: every so many rounds, else every half minute."""
+    """Writes a run's checkpoints: every so many rounds, or after so much time."""
 
-    def __init__(self, path: str | Path, every: int | None, identity: dict[str, Any]):
-        self._path, self._every, self._identity = Path(path), every, identity
-        self._due = time.perf_counter() + SECONDS
+    def __init__(self, path: str | Path, every: int | str | None, identity: dict[str, Any]):
+        self._path, self._identity = Path(path), identity
+        self._every, self._seconds = how_often("checkpoint_every", every)
+        self._due = time.perf_counter() + self._seconds
         check_writable(self._path.parent)
 
     def at_most(self, budget: int, done: int) -> int:
@@ -119,9 +127,9 @@ class Checkpoints:
         history: History,
         seconds: float,
         stopped: str = "",
-        store: np.ndarray | None = None,
+        store: Store | None = None,
     ) -> None:
-        """Puts the run on disk; `store` is what a streamed run knows of its clients' rows. Where
+        """Puts the run on disk, with what a streamed run's store knows of its clients' rows. Where
         that cannot be done, what is there stays, and the run goes on: its user is told."""
         head = {
             "format": FORMAT,
@@ -135,16 +143,35 @@ class Checkpoints:
         }
         began = time.perf_counter()
         named: dict[str, Any] = {f"history/{name}": v for name, v in history.items()}
-        named |= {} if store is None else {"store": store}
-        data = wire.encode(head, {"state": state} | named)
-        line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
         try:
+            if store is not None:
+                head["store"], named["store"] = store.save()
+            data = wire.encode(head, {"state": state} | named)
+            line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
             write_atomically(self._path, line, data, before=_before(self._path))
+            if store is not None:
+                store.saved()
         except OSError as error:
             message = f"No checkpoint after round {int(state.round)}: cannot write {self._path}"
             warnings.warn(f"{message}: {error.strerror}.", stacklevel=3)
         now = time.perf_counter()
-        self._due = now + max(SECONDS, SHARE * (now - began))
+        self._due = now + max(self._seconds, SHARE * (now - began))
+
+
+def how_often(name: str, every: int | str | None) -> tuple[int | None, float]:
+    """Rounds between checkpoints, None where time is counted; and the seconds."""
+    if isinstance(every, str):
+        found = re.fullmatch(rf"([\d.]+) *({'|'.join(UNITS)})", every.strip())
+        with contextlib.suppress(ValueError):
+            if found and (seconds := float(found[1]) * UNITS[found[2]]) > 0:
+                return None, seconds
+        raise InvalidInput(
+            f'{name} must be a whole number of rounds, or a time such as "90 s" or "5 min", got'
+            f" {every!r}."
+        )
+    if every is not None:
+        check_count(name, every)
+    return every, SECONDS
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -163,6 +190,12 @@ def load(path: str | Path) -> Checkpoint:
                     os.replace(path, path.with_name(path.name + ".damaged"))
                 message = f"{path} is damaged; going on from the one before, round {found.round}."
                 warnings.warn(message, stacklevel=2)
+            if (theirs := found.head.get("jax")) != jax.__version__:
+                warnings.warn(
+                    f"{place} is of JAX {theirs}, and this is {jax.__version__}: the same numbers"
+                    " up to rounding, not the same bits.",
+                    stacklevel=2,
+                )
             return found
         damaged.append(place)
     if damaged:
@@ -194,7 +227,8 @@ def write_atomically(path: Path, *parts: bytes, before: Path | None = None) -> N
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with contextlib.suppress(OSError):  # not all file systems know this; the file is there
+            os.fsync(folder)
     finally:
         os.close(folder)
 
@@ -251,6 +285,13 @@ def _read(path: Path) -> Checkpoint | None:
     if head["format"] != FORMAT:
         raise InvalidInput(f"{path} has a form that this version of fedsolve does not read.")
     return Checkpoint(path, head, arrays)
+
+
+def _good(path: Path) -> Checkpoint | None:
+    try:
+        return _read(path)
+    except (OSError, InvalidInput):
+        return None
 
 
 def _before(path: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -107,8 +108,8 @@ def run(
         str | None, typer.Option(metavar="DIR", help="Go on with the run in this folder.")
     ] = None,
     checkpoint_every: Annotated[
-        int | None,
-        typer.Option(metavar="ROUNDS", help="Save so often; by default every half minute."),
+        str | None,
+        typer.Option(metavar="ROUNDS|TIME", help="Save so often: 100, 90s, 5min; by default 30s."),
     ] = None,
     track: Annotated[
         list[str] | None,
@@ -137,14 +138,13 @@ def _run(
     experiment: Experiment,
     out_dir: str | None,
     resume: str | None,
-    checkpoint_every: int | None,
+    checkpoint_every: int | str | None,
     stopped: Flag,
     again: str | None = None,
     track: Sequence[str] = (),
 ) -> None:
     """Runs it all; `again` is the command that goes on with it, where that is another one."""
     from fedsolve import checkpoints
-    from fedsolve.fields import check_count
     from fedsolve.folder import alone, new_folder
     from fedsolve.solving import check_run
     from fedsolve.tracking import made
@@ -153,8 +153,9 @@ def _run(
     for variant in list(experiment.cells)[: None if experiment.instances is None else 1]:
         clock = experiment.clocks[variant]
         check_run(*experiment.cells[variant], clock=clock, **experiment.options)
-    if checkpoint_every is not None:
-        check_count("--checkpoint-every", checkpoint_every)
+    if isinstance(checkpoint_every, str) and re.fullmatch(r"-?\d+", checkpoint_every):
+        checkpoint_every = int(checkpoint_every)
+    checkpoints.how_often("--checkpoint-every", checkpoint_every)
     for text in track:
         made(text)
     if resume is None:
@@ -169,7 +170,7 @@ def _run(
 def _run_in(
     folder: Path,
     experiment: Experiment,
-    checkpoint_every: int | None,
+    checkpoint_every: int | str | None,
     stopped: Flag,
     track: Sequence[str],
     again: str | None,
@@ -178,15 +179,22 @@ def _run_in(
     from fedsolve import checkpoints
     from fedsolve.folder import begin, checkpoint_of, save
     from fedsolve.programs import keep_compiled_programs
+    from fedsolve.solving import identity_of
     from fedsolve.tracking import Tracking
 
+    # All that may be refused is looked at before the first file is written.
     saved: dict[int, checkpoints.Checkpoint] = {}
-    for number in range(len(experiment.runs)):
+    own = {k: v for k, v in experiment.options.items() if k in ("evaluate_every", "precision")}
+    for number, (variant, each) in enumerate(experiment.runs):
         if checkpoints.exists(place := checkpoint_of(folder, number)):
             saved[number] = checkpoints.load(place)
             done, wanted = saved[number].round, experiment.options["rounds"]
             if done > wanted:
                 raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
+            clock = experiment.clocks[variant]
+            saved[number].check(
+                identity_of(*experiment.cell(variant, each), each, clock=clock, **own)
+            )
     try:
         begin(folder, experiment.resolved)
         tracking = Tracking(folder, track, experiment, tell)
@@ -194,7 +202,7 @@ def _run_in(
         raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
     keep_compiled_programs()
     runs: dict[str, list[fs.Run]] = {variant: [] for variant in experiment.cells}
-    status, message, code, number = "finished", "", 0, 0
+    status, message, lost, code, number = "finished", "", "", 0, 0
     try:
         for number, (variant, each) in enumerate(experiment.runs):
             label = f"{variant or experiment.name}, seed {each}"
@@ -223,13 +231,14 @@ def _run_in(
     out.print(closing_table(runs))
     try:
         save(folder, runs, experiment.resolved, status, message)
+        out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
     except OSError as error:
-        fail(f"Cannot write to {folder}: {error.strerror}.", 1)
-    out.print(f"Written to {folder}{os.sep}", markup=False, soft_wrap=True)
+        lost = f"Cannot write to {folder}: {error.strerror}."
+        message, code = f"{message} {lost}".strip(), code or 1
     command = again or f"fedsolve run --resume {shlex.quote(str(folder))}"
     for missed in tracking.close(impatient=stopped if status == "finished" else lambda: False):
         tell(f"{missed} It is all in {folder}; to send it: {command}")
-    if status == "interrupted":
+    if status == "interrupted" or lost:
         out.print(f"To go on: {command}", markup=False, soft_wrap=True)
     if code:
         fail(message, code)

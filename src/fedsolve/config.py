@@ -224,7 +224,7 @@ def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 def settings_of(config: dict[str, Any], variant: str) -> dict[str, Any]:
     """What a variant runs, tables in tables as dotted keys; `kind` is its table's own value."""
-    shown = {key: config[key] for key in ("problem", "algorithm", "run") if key in config}
+    shown = {key: config[key] for key in ("problem", "algorithm", "clock", "run") if key in config}
     for key, value in config.get("variants", {}).get(variant, {}).items():
         shown = with_key(shown, key, value)
     return _flat(shown)

@@ -128,6 +128,15 @@ def whole(tree: PyTree) -> PyTree:
     )
 
 
+def anyone(flag: bool) -> bool:
+    """Whether one of the processes says so. All must call it."""
+    if not several_processes():
+        return flag
+    from jax.experimental.multihost_utils import process_allgather
+
+    return bool(np.any(process_allgather(np.asarray(flag))))
+
+
 def agreed(*numbers: int) -> tuple[int, ...]:
     """The first process's numbers, on all of them."""
     if not several_processes():

@@ -87,7 +87,7 @@ def save(
         "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
         **_facts(),
     }
-    labelled = [(v, run) for v, all in runs.items() for run in all if len(run.history)]
+    labelled = [(v, run) for v, all in runs.items() for run in all if run.evaluated]
     said = {_name(v, run): _certificates(run, data_here) for v, run in labelled}
     facts["certificates"] = {name: "\n".join(texts) for name, texts in said.items() if texts}
     tolerances = {_name(v, run): getattr(run.algorithm, "tolerance", None) for v, run in labelled}
@@ -113,7 +113,7 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
     # Of a run that was stopped, some variants have nothing yet.
-    there = {v: [run for run in all if len(run.history)] for v, all in runs.items()}
+    there = {v: [run for run in all if run.evaluated] for v, all in runs.items()}
     groups = {v: all for v, all in there.items() if all}
     plot(groups, path / "plot.png")
     if all("seconds_total" in run.history for _, run in labelled):

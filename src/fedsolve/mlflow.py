@@ -21,23 +21,30 @@ from fedsolve.runs import History
 from fedsolve.tracking import Tracked, Tracker
 
 BATCH, PARAMS = 1000, 100  # what MLflow takes at once
+WORDS = ("databricks", "databricks-uc", "uc")  # addresses that look like paths
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "diverged": "FAILED"}
 
 
 class MLflow(Tracker):
-    """A tracking server by its address, or an SQLite file by its path; by default as
-    `MLFLOW_TRACKING_URI` says, else `mlflow.db` in the current folder."""
+    """A tracking server by its address (or MLflow's word for one, such as `databricks`), or an
+    SQLite file by its path; by default as `MLFLOW_TRACKING_URI` says, else `mlflow.db` in the
+    current folder."""
 
     def __init__(self, address: str = ""):
         if importlib.util.find_spec("mlflow") is None:
             raise InvalidInput("--track mlflow needs MLflow: pip install 'fedsolve[mlflow]'.")
-        address = address or os.environ.get("MLFLOW_TRACKING_URI", "") or "mlflow.db"
+        theirs = "" if address else os.environ.get("MLFLOW_TRACKING_URI", "")
+        address = address or theirs or "mlflow.db"
         if "@" in urlsplit(address).netloc:
             raise InvalidInput(
                 "--track mlflow: the address must not hold a password; MLflow takes it from"
                 " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             )
-        if file := re.fullmatch(r"(?:sqlite:///)?([^:]+)", address):
+        if ":" not in address and address not in WORDS:
+            # To MLflow a bare path is a folder; to our users it is a file, unless it is there.
+            folder = Path(address).is_dir() or (theirs and not Path(address).suffix)
+            address = Path(address).resolve().as_uri() if folder else f"sqlite:///{address}"
+        if file := re.fullmatch("sqlite:///(.+)", address):
             address = f"sqlite:///{Path(file[1]).resolve()}"
         super().__init__(address)
         self._connected: Any = None

@@ -63,6 +63,7 @@ def plot(
     band: float | None = None,
     against: str = "round",
     width: float | int | None = None,
+    style: Mapping[str, Any] | None = None,
 ) -> Any:
     """Objective (and constraint, with the tolerance as a line) against rounds, or another entry of
     the history that grows, such as `seconds_total` or `bytes_up_total`: for each label the mean
@@ -70,8 +71,9 @@ def plot(
     (contributions), a line for each client of the last label's first run, and a dashed one where
     the algorithm says that it settles. `panels` are the entries of the history that are shown, if
     all runs have them (of `cohort`, which names the clients of a round, a heat map of that first
-    run), `width` is in inches, `lines` a level to compare some of them with, and `band` so many
-    standard deviations in place of least and greatest.
+    run), `width` is in inches, `lines` a level to compare some of them with, `band` so many
+    standard deviations in place of least and greatest, and `style` matplotlib's own settings. Ticks
+    at the top of the constraint are the rounds in which the mean is over the tolerance.
 
     Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
     word before a colon.
@@ -88,7 +90,7 @@ def plot(
     alone = len(columns) == 1
     across = min(len(panels), 3) if alone else len(columns)
     rows = math.ceil(len(panels) / across) if alone else len(panels)
-    with context(STYLE):
+    with context(STYLE | dict(style or {})):
         single = all(runs[0].history[name].ndim == 1 for name in panels)  # not a line a client
         crowded = alone and single and len(groups) > 3
         beside = 1.6 if crowded else 0.2
@@ -207,7 +209,10 @@ def _panel(
         return
     for index, (label, group) in enumerate(groups.items()):
         histories = [run.history for run in group]
-        _curve(axis, label, histories, name, index, band, against)
+        across, mean = _curve(axis, label, histories, name, index, band, against)
+        if name == "constraint":
+            over = across[mean > float(getattr(group[0].algorithm, "tolerance", 0.0))]
+            _marks(axis, over, across, index)
     axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
     if name == "constraint":
@@ -253,6 +258,22 @@ def _tolerance(line: Any, runs: list[Any]) -> None:
     line(tolerance, color="black", linewidth=0.9, dashes=DOTS, label=label)
 
 
+def _marks(axis: Any, over: np.ndarray, across: np.ndarray, index: int) -> None:
+    """A tick at the top for each of these places, a row for each label."""
+    pixel = max((across[-1] - across[0]) / 600, 1e-12)  # more would be drawn over each other
+    _, first = np.unique((over - across[0]) // pixel, return_index=True)
+    axis.plot(
+        over[first],
+        np.full(len(first), 0.985 - 0.022 * (index % 20)),
+        "|",
+        color=COLORS[index % len(COLORS)],
+        markersize=3,
+        markeredgewidth=0.5,
+        transform=axis.get_xaxis_transform(),
+        gid="over",
+    )
+
+
 def _curve(
     axis: Any,
     label: str,
@@ -261,7 +282,8 @@ def _curve(
     index: int,
     band: float | None,
     against: str,
-) -> None:
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws it; says where it is."""
     color, dash = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
     length = min(len(history[name]) for history in histories)
     across = histories[0][against][:length]
@@ -281,11 +303,14 @@ def _curve(
             spread = band * values.std(axis=0)
             low, high = mean - spread, mean + spread
         axis.fill_between(across, low, high, color=color, alpha=0.2, linewidth=0)
+    return across, mean
 
 
 def _fit(axis: Any, series: list[np.ndarray]) -> None:
     """A few early values far above the rest would flatten everything else: leave them outside."""
     values = np.concatenate([s[np.isfinite(s)] for s in series])
+    if not len(values):
+        return
     low, high, top = np.min(values), np.quantile(values, 0.97), np.max(values)
     if top - low > 4 * (high - low) > 0:
         axis.set_ylim(low - 0.05 * (high - low), low + 1.6 * (high - low))

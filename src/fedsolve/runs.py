@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,11 @@ class Run:
         """How many rounds were done."""
         return int(self.state.round)
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the history has an entry yet: a run may be stopped before its first."""
+        return len(self.history.get("round", ())) > 0
+
     def __repr__(self) -> str:
         last = {k: v[-1] for k, v in self.history.items() if np.ndim(v) == 1 and len(v)}
         shown = ", ".join(f"{k}={last[k]:.6g}" for k in ("objective", "constraint") if k in last)
@@ -105,12 +110,14 @@ class Run:
         against: str = "round",
         panels: Sequence[str] | None = None,
         width: float | int | None = None,
+        style: Mapping[str, Any] | None = None,
     ) -> Any:
         """Objective and constraint, or the entries of the history that `panels` names (`"switch"`,
         `"compression_error"`, `"cohort"`, …), against rounds (or `"seconds_total"`,
         `"bytes_up_total"`), as a matplotlib figure so many inches wide; saved if a path is given,
-        as vectors if that ends in .pdf."""
-        return _plot({"": [self]}, path, against, panels, width)
+        as vectors if that ends in .pdf. `style` are matplotlib's own settings:
+        `{"font.family": "serif", "font.size": 8}`."""
+        return _plot({"": [self]}, path, against, panels, width, style)
 
 
 class Sweep:
@@ -141,13 +148,14 @@ class Sweep:
         against: str = "round",
         panels: Sequence[str] | None = None,
         width: float | int | None = None,
+        style: Mapping[str, Any] | None = None,
     ) -> Any:
         """Mean and band over seeds of every combination, as `Run.plot` shows a run."""
         groups: dict[str, list[Run]] = {}
         for run in self.runs:
             label = ", ".join(f"{name} = {value}" for name, value in run.settings.items())
             groups.setdefault(label, []).append(run)
-        return _plot(groups, path, against, panels, width)
+        return _plot(groups, path, against, panels, width, style)
 
     def __repr__(self) -> str:
         return repr(self.table)
@@ -163,9 +171,14 @@ def _plot(
     against: str,
     panels: Sequence[str] | None,
     width: float | int | None,
+    style: Mapping[str, Any] | None,
 ) -> Any:
+    from matplotlib import rcParams
+
     from fedsolve.plots import USUAL, plot
 
+    if not all(run.evaluated for group in groups.values() for run in group):
+        raise InvalidInput("There is nothing to show of a run that was never evaluated.")
     histories = [run.history for group in groups.values() for run in group]
     for name in panels or ():
         if not all(name in history for history in histories):
@@ -173,7 +186,10 @@ def _plot(
             raise InvalidInput(f"Runs have no {name!r} to show; they have {', '.join(known)}.")
     if width is not None:
         check_positive("width", width)
-    return plot(groups, path, panels or USUAL, against=against, width=width)
+    for key in style or {}:
+        if key not in rcParams:
+            raise InvalidInput(f"{key!r} is no setting of matplotlib's; fonts are font.family.")
+    return plot(groups, path, panels or USUAL, against=against, width=width, style=style)
 
 
 def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:

@@ -18,10 +18,11 @@ from jaxtyping import PyTree
 
 from fedsolve import debug
 from fedsolve.algorithm import Algorithm
-from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, load
+from fedsolve.checkpoints import Checkpoint, Checkpoints, exists, fingerprint, how_often, load
 from fedsolve.clock import Clock, check_clock
 from fedsolve.devices import (
     agreed,
+    anyone,
     copied,
     mesh_of,
     problem_specs,
@@ -61,7 +62,7 @@ def solve(
     clients_at_once: int | None = None,
     arrivals: Arrivals | None = None,
     checkpoint: str | Path | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | str | None = None,
     resume: State | Checkpoint | str | Path | None = None,
     stop: Stop | None = None,
     progress: Callable[[int, int, History], None] | None = None,
@@ -84,7 +85,8 @@ def solve(
       processor's cache holds where their data are large.
     - `arrivals(round, exchange, clients)`: which answers arrive, to try what losses do.
     - `checkpoint`: a file that keeps the run, whole, every half minute (or every
-      `checkpoint_every` rounds) and at its end; the one before is kept as well (`….before`).
+      `checkpoint_every`: so many rounds, or a time such as `"5 min"`) and at its end; the one
+      before is kept as well (`….before`).
     - `resume`: what to go on from: a checkpoint's file, with which the run is as if it had never
       stopped, or the `state` of an earlier run. `rounds` counts from the beginning.
     - `stop`: a rule such as `Stationary(below=1e-6)`, or a function of a history entry (a dict by
@@ -105,27 +107,22 @@ def solve(
     check_run(problem, algorithm, rounds, evaluate_every, precision, clients_at_once, stop, clock)
     if runtime not in ("compiled", "debug", "streamed"):
         raise InvalidInput(f'runtime must be "compiled", "debug" or "streamed", got {runtime!r}.')
+    saved = load(resume) if isinstance(resume, str | Path) else resume
     mesh = mesh_of(devices)
     if mesh is not None and runtime != "compiled":
         raise InvalidInput(f"Several devices are for the compiled runtime, not for {runtime!r}.")
     if runtime == "streamed":
-        _check_streamed(checkpoint, resume, store)
+        _check_streamed(checkpoint, store, saved)
     followed = as_follow(follow)
     stop = for_problem(stop, problem)
-    if checkpoint_every is not None:
-        check_count("checkpoint_every", checkpoint_every)
-    saved = load(resume) if isinstance(resume, str | Path) else resume
+    how_often("checkpoint_every", checkpoint_every)
     identity: dict[str, Any] = {}
     if checkpoint is not None or isinstance(saved, Checkpoint):
-        identity = {
-            "problem": fingerprint(problem),
-            "algorithm": fingerprint(algorithm),
-            "seed": seed,
-            "evaluate_every": evaluate_every,
-            "precision": precision,
-            "follow": fingerprint(followed),
-            "clock": None if clock is None else fingerprint(clock),
-        }
+        identity = identity_of(problem, algorithm, seed, evaluate_every, precision, followed, clock)
+    if isinstance(saved, Checkpoint):
+        saved.check(identity)
+        if saved.round > rounds:
+            raise InvalidInput(f"{saved.path} has done {saved.round} of {rounds} rounds.")
     keeper = None
     if checkpoint is not None:
         place = Path(checkpoint)
@@ -153,16 +150,12 @@ def solve(
             setting, tuned, words = copied((setting, tuned, words), mesh)
         if stream is not None:
             start = stream.start(words)
+            stack.enter_context(stream.stored(saved if isinstance(saved, Checkpoint) else None))
         else:
             start = jax.block_until_ready(compiled_start(placed, tuned, words, setting))
         chunks: list[History] = []
         if isinstance(saved, Checkpoint):
-            saved.check(identity)
             state = saved.state(start)
-            if stream is not None:
-                stream.resume(state, saved.arrays["store.0"])
-            if saved.round > rounds:
-                raise InvalidInput(f"{saved.path} has done {saved.round} of {rounds} rounds.")
             began -= saved.seconds
             if history := saved.history:
                 # A last evaluation between the others would not be there with more rounds.
@@ -195,7 +188,7 @@ def solve(
                 return
             state, seconds = whole(state), time.perf_counter() - began
             if keeper is not None:
-                rows = None if stream is None else stream.store.save()
+                rows = None if stream is None else stream.store
                 keeper.write(state, joined(chunks), seconds, ended if stopped else "", rows)
 
         def name(fault: Fault, spans: Spans) -> str:
@@ -220,8 +213,8 @@ def solve(
         while len(spans):
             if keeper is not None:
                 budget = keeper.at_most(budget, int(state.round))
-            enough, budget = agreed(interrupted(), budget)
-            if enough:
+            (budget,) = agreed(budget)
+            if anyone(interrupted()):
                 keep(state)
                 message = f"Stopped by the user after round {int(state.round)} of {rounds}."
                 raise Interrupted(message, run(state, chunks))
@@ -262,11 +255,21 @@ def _together(checkpoint: str | Path | None) -> Iterator[None]:
         raise ProcessLost(f"Another process of this run was lost; {rest}. ({reason})") from error
 
 
-def _check_streamed(checkpoint: Any, resume: Any, store: Any) -> None:
+def _check_streamed(checkpoint: Any, store: Any, saved: Any) -> None:
     if checkpoint is not None and store is None:
         raise InvalidInput("A checkpoint of a streamed run needs a store that stays: give store.")
-    if isinstance(resume, State):
+    if isinstance(saved, State):
         raise InvalidInput("A streamed run goes on from its checkpoint; a state has no clients.")
+    if isinstance(saved, Checkpoint):
+        if "store" not in saved.head:
+            raise InvalidInput(f"{saved.path} is not of a streamed run.")
+        if store is None:
+            raise InvalidInput(f"{saved.path} goes on with the store that it was made with.")
+        if checkpoint is not None and not saved.of(Path(checkpoint)):
+            raise InvalidInput(
+                f"A streamed run goes on in its own checkpoint, {saved.path}: a store has the rows"
+                " of one run."
+            )
 
 
 def _ctrl_c() -> Flag:
@@ -299,6 +302,27 @@ def check_run(
     check_clock(clock, problem.n)
     mesh_of(devices)
     algorithm.check(problem)
+
+
+def identity_of(
+    problem: Problem,
+    algorithm: Algorithm,
+    seed: int,
+    evaluate_every: int = 1,
+    precision: str | None = None,
+    followed: Follow = (),
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """What makes a run this one and no other, as its checkpoints have it."""
+    return {
+        "problem": fingerprint(problem),
+        "algorithm": fingerprint(algorithm),
+        "seed": seed,
+        "evaluate_every": evaluate_every,
+        "precision": precision,
+        "follow": fingerprint(followed),
+        "clock": None if clock is None else fingerprint(clock),
+    }
 
 
 def as_follow(follow: Mapping[str, Any] | None) -> Follow:

@@ -3,7 +3,8 @@
 A round is one compiled program over the rows of its cohort. Who that is, is found before: the
 algorithm's round is followed up to its first question. While a round computes, the rows of the
 next cohort are fetched. It may turn out to be another one (where drawing depends on the answers);
-then it is fetched again. So memory is that of two cohorts, whatever the number of clients.
+then it is fetched again. So data and states in memory are those of two cohorts, whatever the
+number of clients.
 
 A round that asks others as well, or everyone, is cut at its questions (`stages`): each is answered
 block by block. Then what is in memory is a block of clients, and the replies of all that are asked.
@@ -11,8 +12,9 @@ block by block. Then what is in memory is a block of clients, and the replies of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.checkpoints import Checkpoint
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Bytes, Cohort, Federation, State
 from fedsolve.problem import Problem
@@ -123,7 +126,7 @@ class Stream:
         self._algorithm, self.clients = algorithm, problem.n
         self._rest = _with_samples(problem, None).on_device(dtype)  # all but clients' data
         self._pool = ThreadPoolExecutor(1)
-        self._place = place
+        self._place, self._first = place, np.zeros(())
         self._one = self._problem(self._data(np.zeros(1, int)))
         self._waiting: tuple[np.ndarray, Future] | None = None  # the next cohort, as it seems
         self._written = np.zeros(0, np.int32)  # since that was fetched
@@ -149,7 +152,7 @@ class Stream:
         first = np.zeros((), np.dtype(fields or [("nothing", np.uint8)]))
         for name, leaf in zip(self._names, own, strict=True):
             first[name] = np.asarray(leaf)[0]
-        self.store = Store(self._place, first)
+        self._first = first
         return self._without_clients(state)
 
     def advance(self, state: State, spans: Any) -> tuple[State, dict[str, Any]]:
@@ -173,10 +176,20 @@ class Stream:
         self._at = int(state.round)
         return state, jax.tree.map(lambda *leaves: np.stack(leaves), *entries)
 
-    def resume(self, state: State, saved: np.ndarray) -> None:
-        """Goes on from what a checkpoint has of the store."""
-        self.store.load(saved)
-        self._at = int(state.round)
+    @contextlib.contextmanager
+    def stored(self, saved: Checkpoint | None) -> Iterator[None]:
+        """Has the store in the block: a new run's, or that of what a checkpoint has."""
+        self.store = Store(self._place, self._first, self.clients)
+        try:
+            if saved is None:
+                self.store.begin()
+            else:
+                self.store.load(saved.stores)
+                self._at = saved.round
+            yield
+        finally:
+            self._pool.shutdown()
+            self.store.close()
 
     def _round(self, state: State) -> tuple[State, dict[str, Any]]:
         if not self._one_cohort:

@@ -60,7 +60,7 @@ class Progress:
 
 
 def closing_table(runs: dict[str, list[Any]]) -> Table:
-    all_runs = [(variant, run) for variant, group in runs.items() for run in group if run.history]
+    all_runs = [(variant, run) for variant, group in runs.items() for run in group]
     constrained = any("constraint" in run.history for _, run in all_runs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     if any(variant for variant, _ in all_runs):
@@ -73,7 +73,11 @@ def closing_table(runs: dict[str, list[Any]]) -> Table:
     for variant, run in all_runs:
         history = run.history
         row = [variant] if variant else []
-        row += [str(run.seed), str(run.rounds), f"{history['objective'][-1]:.5g}"]
+        row += [str(run.seed), str(run.rounds)]
+        if not run.evaluated:
+            table.add_row(*row, *["–"] * (len(columns) - 3), f"{run.seconds:.2f} s")
+            continue
+        row.append(f"{history['objective'][-1]:.5g}")
         if constrained:
             g, tolerance = history["constraint"], float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{g[-1]:.5g}", f"{100 * (g <= tolerance).mean():.0f} %"]

@@ -130,8 +130,10 @@ class Cyclic(_Some):
         self, weights: Weights, clients: int, memory: Any, key: Key[Array, ""]
     ) -> tuple[Cohort, Any]:
         order, turn = memory
-        drawn = jax.random.permutation(key, jnp.arange(clients, dtype=jnp.int32))
-        order = jnp.where(order < 0, drawn, order)
+        everyone = jnp.arange(clients, dtype=jnp.int32)
+        order = jax.lax.cond(
+            order[0] < 0, lambda: jax.random.permutation(key, everyone), lambda: order
+        )
         count = min(self.count, clients)
         cohort = order[(turn + jnp.arange(count)) % clients]
         return cohort, (order, (turn + count) % clients)
