@@ -12,6 +12,7 @@ are lost are not waited for, and the server's own work takes no time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -27,7 +28,7 @@ from fedsolve.fields import Scalar, check_count, check_kind, check_positive, rea
 TRAITS = ("speed", "up", "down", "latency")
 OWN = 2**31 - 3  # keys that no round has: a client's traits are the same all run
 EACH_ROUND = 2**31 - 4  # and that no exchange has
-Trait = str | Any  # a string is a file
+Trait = str | Path | Any  # a string is a file
 
 
 class Seconds(eqx.Module):
@@ -176,7 +177,7 @@ def _plain(value: Any) -> bool:
 def _trait(name: str, value: Any) -> Any:
     if isinstance(value, Distribution | Tracer | jax.Array):
         return value
-    if isinstance(value, str):
+    if isinstance(value, str | Path):
         value = read_table(f"clock.{name}", value)
     value = np.asarray(value, float) if np.ndim(value) else scalar(name)(value)
     numbers = np.asarray(value)

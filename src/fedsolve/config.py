@@ -112,8 +112,9 @@ def override(config: dict[str, Any], assignment: str) -> dict[str, Any]:
 def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Experiment:
     """Builds what the configuration describes, and says what it comes to.
 
-    A problem or algorithm of another installed package is named as `module:name`; `allowed` says
-    which of those may be imported.
+    A problem, algorithm or part of another installed package is named as `module:name`; `allowed`
+    says which of those may be imported. Where it says so (it is not None) the configuration is
+    another machine's, and may not name a file.
     """
     for key in config:
         check_known(key, SECTIONS, "key", "")
@@ -164,7 +165,7 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         described = {"kind": "Clock"} | _table(changed, "clock", "") if "clock" in changed else {}
         clocks[variant], clock_table = None, {}
         if described:
-            clocks[variant], clock_table = build(described, {"Clock": fs.Clock}, "clock")
+            clocks[variant], clock_table = build(described, {"Clock": fs.Clock}, "clock", allowed)
         if not changes:  # variants change what is here: it must not be one of the changed
             resolved |= {"problem": problem_table, "algorithm": algorithm_table}
             resolved |= {"clock": clock_table} if clock_table else {}
@@ -176,7 +177,7 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     options = {key: value for key, value in run.items() if key not in SEED_KEYS}
     if "stop" in run:
         options["stop"], resolved["run"]["stop"] = build(
-            _table(run, "stop", "run."), RULES, "run.stop"
+            _table(run, "stop", "run."), RULES, "run.stop", allowed
         )
     deploy = _table(config, "deploy", "") if "deploy" in config else {}
     for key, value in deploy.items():

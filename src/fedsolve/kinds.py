@@ -13,6 +13,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import fedsolve as fs
@@ -159,10 +160,12 @@ def described(
             shown[name] = _shown(field.default)
             continue
         value = table[name]
+        if isinstance(value, str) and allowed is not None and _accepts_files(hints.get(name)):
+            raise InvalidInput(f"{where}.{name} would be a file here, which only its owner names.")
         names_part = isinstance(value, str) and _accepts_parts(hints.get(name))
         if (isinstance(value, dict) and not _accepts_tables(hints.get(name))) or names_part:
             part = value if isinstance(value, dict) else {"kind": value}
-            value, shown[name] = build(part, PARTS, f"{where}.{name}")
+            value, shown[name] = build(part, PARTS, f"{where}.{name}", allowed)
         else:
             shown[name] = value
         wanted = hints.get(name)
@@ -191,6 +194,11 @@ def _imported(kind: str, allowed: Allowed, where: str) -> Callable:
     if not callable(make):
         raise InvalidInput(f"{where}.kind: {kind!r} is neither a function nor a class.")
     return make
+
+
+def _accepts_files(hint: Any) -> bool:
+    """What takes a path says so by its type: that is how others are kept from naming one."""
+    return Path in (hint, *typing.get_args(hint))
 
 
 def _accepts_parts(hint: Any) -> bool:

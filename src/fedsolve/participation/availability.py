@@ -177,7 +177,7 @@ class Trace(Availability):
     """As recorded: a table of one row a round and one column a client, 1 where it was up. From an
     array, or from a file (`.npy`, or text with commas). After its last row it begins again."""
 
-    rounds: str | Shaped[Array, "..."] | Shaped[np.ndarray, "..."] = eqx.field(
+    rounds: str | Path | Shaped[Array, "..."] | Shaped[np.ndarray, "..."] = eqx.field(
         converter=lambda value: _recorded(value)
     )
 

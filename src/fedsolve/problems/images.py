@@ -172,7 +172,7 @@ def images(
     standardize: bool = False,
     compute: str | None = None,
     validation: float | int = 0.0,
-    weights: str | None = None,
+    weights: str | Path | None = None,
     seed: int = 0,
 ) -> Images:
     """MNIST or CIFAR-10 over clients, classified by a network.

@@ -26,7 +26,7 @@ Sparse = Any  # a SciPy matrix in rows (CSR)
 
 
 def sparse_logistic(
-    source: str | None = None,
+    source: str | Path | None = None,
     clients: int = 1000,
     regularisation: float = 0.001,
     seed: int = 0,
