@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from fedsolve.errors import InvalidInput
-from fedsolve.flare.jobs import HOME, OWNER, TOPIC
+from fedsolve.flare.jobs import HOME, OWNER, TOPIC, check_run_name
 
 ADMIN = "admin@fedsolve.local"
 HEARTBEAT = 2.0  # seconds between two signs of life of a site
@@ -31,6 +31,12 @@ ALLOWED = (
     "fedsolve.flare.jobs.Site",
     "fedsolve.flare.launcher.TolerantLauncher",
 )
+RIGHTS = {  # of the administrator, on every machine; nobody else has any
+    **dict.fromkeys(["submit_job", "clone_job", "manage_job", "download_job"], "any"),
+    **dict.fromkeys(["app_command", "view", "operate"], "any"),
+    # A job with code of its own would be free of the list of classes above.
+    **dict.fromkeys(["byoc", "shell_commands", "server-predeployed-flwr"], "none"),
+}
 ENVIRONMENT = {  # without the first two every reply leaves a thread behind for a minute
     "NVFLARE_STREAMING_RETRY_TIMEOUT": "3",
     "NVFLARE_STREAMING_RETRY_WAIT": "1",
@@ -82,13 +88,14 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
     if not made.is_dir():
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
-    for path in made.rglob("*.key"):
-        path.chmod(0o600)
+    for path in (*made.rglob("*.key"), folder / "fedsolve" / "state" / "cert.json"):
+        path.chmod(0o600)  # the last one has the key that makes all others
     return {name: made / name for name in (host, *sites, ADMIN)}
 
 
 def _prepare(kit: Path) -> None:
-    """A kit's local policy: what classes jobs may name, where they are kept, what is logged.
+    """A kit's local policy: what classes jobs may name, that they bring no code and nobody looks
+    into files, where jobs are kept, what is logged.
 
     Made at every start, since a kit is carried from where it was made to where it is used.
     """
@@ -109,6 +116,8 @@ def _prepare(kit: Path) -> None:
         storage = resources["snapshot_persistor"]["args"]["storage"]["args"]
         storage["root_dir"] = str(kit / "snapshots")
     (local / "resources.json").write_text(json.dumps(resources, indent=1))
+    policy = {"format_version": "1.0", "permissions": {"project_admin": RIGHTS}}
+    (local / "authorization.json").write_text(json.dumps(policy, indent=1))
     logging = json.loads((local / "log_config.json.default").read_text())
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
@@ -165,6 +174,7 @@ def stop(processes: list[subprocess.Popen]) -> None:
 
 def write_job(folder: Path, experiment: dict[str, Any], run: str, sites: list[str]) -> Path:
     """A job for those sites that carries a configuration, and no code."""
+    check_run_name(run)
     text = json.dumps(experiment)
     threads = {"max_inbound_call_threads": 100, "max_outbound_call_threads": 100}
     common = {"collab_obj_ids": [], "props": {}, **threads}
@@ -281,22 +291,33 @@ class Admin:
         self._do(lambda session: session.abort_job(job))
 
     def running(self, run: str) -> str | None:
-        """The job that a run has now, if any."""
-        waiting = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")
+        """The job that a run has now, if any. A server that was away says for ever that its old
+        jobs run; which of them really do, its list of processes tells."""
+        alive = {job.job_id for job in self._do(lambda s: s.get_system_info()).job_info}
         for job in self._do(lambda session: session.list_jobs()):
-            if job["job_name"] == run and job["status"] in waiting:
+            going = job["status"] in ("DISPATCHED", "RUNNING") and job["job_id"] in alive
+            if job["job_name"] == run and (going or job["status"] in ("SUBMITTED", "APPROVED")):
                 return job["job_id"]
         return None
 
-    def news(self, job: str, since: int, make_room: bool = False) -> list[dict[str, Any]] | None:
-        """What a job has told after so many entries; None where it does not run."""
+    def news(self, job: str, since: int, make_room: bool = False) -> dict[str, Any] | None:
+        """What a job has told after so many entries, and in how many rounds somebody was heard;
+        None where it does not run."""
         try:
             wish = {"since": since, "yield": make_room}
-            return self._connect().do_app_command(job, TOPIC, wish)["news"]
+            return self._connect().do_app_command(job, TOPIC, wish)
         except NoServer:
             raise
         except Exception:
             return None  # it has not started, or is over, or its server was away
+
+    def last_round(self, job: str) -> dict[str, Any] | None:
+        """The newest round that a running job has told."""
+        since, last = 0, None
+        while (told := self.news(job, since)) and (news := told["news"]):
+            since += len(news)
+            last = next((entry for entry in reversed(news) if "round" in entry), last)
+        return last
 
     def download(self, job: str, folder: Path) -> Path:
         """The results of a job that ended."""
@@ -308,10 +329,7 @@ class Admin:
         lines = [f"site {name}" for name in sorted(alive)]
         for job in self._do(lambda session: session.list_jobs()):
             lines.append(f"job {job['job_name']}: {job['status']}")
-            news = self.news(job["job_id"], 0) if job["status"] == "RUNNING" else None
-            rounds = [entry for entry in news or [] if "round" in entry]
-            if rounds:
-                last = rounds[-1]
+            if job["status"] == "RUNNING" and (last := self.last_round(job["job_id"])) is not None:
                 answered = ", ".join(last["answered"])
                 lines[-1] += f", round {last['round']}, f {last['objective']:.4g}, heard {answered}"
         return lines
