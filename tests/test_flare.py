@@ -1,8 +1,10 @@
 """Real federations: real processes, real certificates, real losses."""
 
 import datetime
+import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -10,7 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+import typing
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,10 +24,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
 import fedsolve as fs
-from fedsolve import config
-from fedsolve.flare import engine
+from fedsolve import config, kinds
+from fedsolve.flare import commands, engine, jobs
 from fedsolve.flare.deploy import check_certificate, check_welcome, local_federation, run_on
 from fedsolve.flare.jobs import OWNER, built
+from fedsolve.flare.wire import decode, encode
 from test_conformance import ALGORITHMS, KINDS
 from test_tracking import check
 
@@ -310,6 +316,170 @@ def test_only_what_an_owner_allows(tmp_path, monkeypatch):
             built(table)
 
 
+class Opened:
+    """The files that this process opens while it is told to watch."""
+
+    def __init__(self):
+        self.watching, self.paths = False, []
+        sys.addaudithook(self._see)
+
+    def _see(self, event, arguments):
+        if self.watching and event == "open":
+            self.paths.append(str(arguments[0]))
+
+
+OPENED = Opened()
+
+
+def no_network(*_, **__):
+    raise OSError("no network here")
+
+
+def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
+    """Of all that a configuration can build, whatever takes text: a file of that name is not
+    opened, and what is said does not depend on whether it is there."""
+    digits = {"x": np.zeros((40, 28, 28), np.uint8), "y": np.arange(40) % 10}
+    (tmp_path / "mnist").mkdir()
+    parts = {f"{k}_{part}": v for part in ("train", "test") for k, v in digits.items()}
+    np.savez(tmp_path / "mnist/mnist.npz", **parts)
+    monkeypatch.setenv("FEDSOLVE_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError())
+    )
+    there, missing = str(tmp_path / "there.npy"), str(tmp_path / "gone!.npy")
+    np.save(there, np.ones((3, 6)))
+    seen, files = [], []
+    registries = [kinds.PROBLEMS, kinds.ALGORITHMS, kinds.PARTS, kinds.RULES, {"Clock": fs.Clock}]
+    for registry in registries:
+        for kind, make in registry.items():
+            hints = typing.get_type_hints(make)
+            for name in inspect.signature(make).parameters:
+                takes = (hints.get(name, Any), *typing.get_args(hints.get(name)))
+                if not {str, Path, Any} & set(takes):
+                    continue
+                told = []
+                for path in (there, missing):
+                    OPENED.watching = True
+                    try:
+                        kinds.described({"kind": kind, name: path}, registry, "x", allowed=())[0]()
+                        told.append("built")
+                    except Exception as error:
+                        told.append(f"{type(error).__name__} {error}".replace(path, "it"))
+                    finally:
+                        OPENED.watching = False
+                seen.append(f"{kind}.{name}")
+                files += [seen[-1]] if "which only its owner names" in told[0] else []
+                assert told[0] == told[1], seen[-1]
+                assert there not in OPENED.paths, seen[-1]
+    assert {"images.weights", "sparse_logistic.source", "Trace.rounds", "Clock.up"} <= {*files}
+    assert {"images.dataset", "images.partition", "adult.constraint"} <= {*seen} - {*files}
+    # A machine's own user names files as before.
+    fs.Clock(up=there)
+    assert (
+        kinds.build({"kind": "Trace", "rounds": there}, kinds.PARTS, "x", None)[0].check(6) is None
+    )
+
+
+def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
+    """That they are wrong, not what they hold; its owner reads the rest in the log."""
+    monkeypatch.setenv(jobs.HOME, str(tmp_path / "home"))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    (tmp_path / "site.toml").write_text('[data]\nloader = "npz"\npath = "own.npz"\n')
+    hello = encode({"kind": "hello", "total": 0}, {})
+
+    def said(**changes):
+        site = jobs.Site(json.dumps(experiment(1).resolved | changes), "trial")
+        site.start()
+        head, _ = decode(site.answer(0, hello), 0)
+        return head["status"], head.get("reason", "")
+
+    (tmp_path / "own.npz").write_text("patient 4711")
+    told = said()
+    assert told == ("refused", "Its own data or its owner's file are not right; its log says why.")
+    assert "Cannot load" in capfd.readouterr().err
+    (tmp_path / "site.toml").write_text("patient 4711")
+    assert said() == told
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    status, reason = said(problem={"kind": "sparse_logistic", "source": __file__})
+    assert (status, "would be a file here" in reason) == ("refused", True)
+    monkeypatch.setattr(jobs, "built", lambda text: {}["patient-4711"])
+    assert said() == ("refused", "KeyError; this site's own log says more")
+
+
+@pytest.mark.parametrize("run", ["/etc/x", "../../x", "a/b", ".hidden", "", "x" * 65, "a\n"])
+def test_a_runs_name_is_no_path(tmp_path, monkeypatch, run):
+    monkeypatch.setenv(jobs.HOME, str(tmp_path / "a/b/home"))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    before = sorted(tmp_path.rglob("*"))
+    wanted = experiment(1)
+    text = json.dumps(wanted.resolved)
+    site = jobs.Site(text, run)
+    site.start()
+    head, _ = decode(site.answer(0, encode({"kind": "hello", "total": 0}, {})), 0)
+    assert "A run's name has letters" in head["reason"]
+    refused = pytest.raises(fs.InvalidInput, match="A run's name has letters")
+    with refused:
+        jobs.Coordinator(text, run)._all_runs()
+    with refused:
+        engine.write_job(tmp_path, wanted.resolved, run, ["site-1"])
+    with refused:
+        commands.submit(wanted, "", run, None, [])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(jobs.HOME, str(tmp_path))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    monkeypatch.setattr(jobs, "PATIENCE", 0.0)
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    hello = encode({"kind": "hello", "total": 0}, {})
+
+    def said(site):
+        site.start()
+        return decode(site.answer(0, hello), 0)[0]
+
+    text = json.dumps(experiment(1).resolved)
+    old, new = jobs.Site(text, "trial"), jobs.Site(text, "trial")
+    assert said(old) == {"status": "ok", "clients": 2}
+    assert said(new)["reason"] == "An older job still has this run here."
+    old._alone.close()  # as the end of its process does
+    assert said(new) == {"status": "ok", "clients": 2}
+
+
+@pytest.mark.parametrize("where", ["server", "site-1"])
+def test_a_job_with_code_is_refused(federation, tmp_path, where):
+    """FLARE would let such a job run whatever it names. Each machine refuses it by itself."""
+    path = engine.write_job(tmp_path, experiment(1).resolved, f"code-{where}", ["site-1"])
+    shutil.copytree(path / "app", path / "own")
+    (path / "own/custom").mkdir()
+    mark = tmp_path / "ran"
+    (path / "own/custom/own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
+    for role in ("server", "client"):
+        file = path / f"own/config/config_fed_{role}.json"
+        table = json.loads(file.read_text())
+        table["components"].append({"id": "own", "path": "own.Own", "args": {}})
+        file.write_text(json.dumps(table))
+    meta = json.loads((path / "meta.json").read_text())
+    others = [name for name in meta["deploy_map"]["app"] if name != where]
+    meta["deploy_map"] = {"own": [where], "app": others}
+    (path / "meta.json").write_text(json.dumps(meta))
+    admin = federation.admin
+    job = admin.submit(path)
+    wait_until(lambda: admin.is_over(job), 60)
+    found = admin._do(lambda session: session.get_job_meta(job))
+    (refusal,) = [text for text in found["job_deploy_detail"] if text.startswith(where)]
+    assert "BYOC not permitted" in refusal
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("where", ["server", "site-1"])
+def test_nobody_looks_into_files_from_afar(federation, where):
+    with pytest.raises(engine.NoServer, match="uthoriz"):
+        federation.admin._do(lambda session: session.cat_target(where, file="x.log"))
+
+
 def certificate_for(kits, kit, name, days):
     """A kit's certificate made anew by the federation's own authority."""
     authority = json.loads(next(kits.rglob("cert.json")).read_text())
@@ -392,7 +562,9 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
     ]
     for why, part in zip(refusals.values(), expected, strict=True):
         assert part in why
-    for key in [*tmp_path.rglob("*.key"), *kit.parent.rglob("*.key")]:
+    secrets = [*tmp_path.rglob("*.key"), *kit.parent.rglob("*.key"), *kits.rglob("cert.json")]
+    assert len(secrets) > 8
+    for key in secrets:
         assert key.stat().st_mode & 0o077 == 0
 
 

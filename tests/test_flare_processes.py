@@ -17,7 +17,7 @@ import examples
 import fedsolve as fs
 from fedsolve.flare.link import Link, TooFew
 from fedsolve.flare.server import saved_run, serve
-from fedsolve.flare.site import ANY, Share
+from fedsolve.flare.site import Share
 from fedsolve.flare.wire import decode, encode
 from fedsolve.programs import keep_compiled_programs
 from fedsolve.solving import numbers_on_device, precision_of
@@ -185,7 +185,7 @@ def test_nothing_is_lost_by_processes_that_are_killed(tmp_path, capsys):
     # simulation, too); a reply lost or counted twice would be seen at 1e-3.
     np.testing.assert_allclose(run.params, expected.params, atol=1e-7)
     np.testing.assert_allclose(run.average, expected.average, atol=1e-7)
-    head, _ = decode(kept.read_bytes(), ANY)
+    head, _ = decode(kept.read_bytes(), None)
     residuals = []
     for site in SITES:
         share = share_of(tmp_path, site)

@@ -1,5 +1,9 @@
 """The protocol between server and sites, without a network: every loss that a network can cause."""
 
+import json
+import os
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,7 @@ import pytest
 
 import examples
 import fedsolve as fs
+from fedsolve.flare.journal import Journal
 from fedsolve.flare.link import Link, TooFew
 from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
@@ -185,6 +190,218 @@ def test_new_sites_and_quorums(tmp_path):
     assert run.history["cohort"].shape == (6, 6)
     assert (run.history["cohort"][:3, 3:] == -1).all()
     assert (run.history["cohort"][3:] == np.arange(6)).all()
+
+
+def restarted(wires, algorithm, home, rounds, log=None):
+    """A job of a run that may have had others; it begins with all sites."""
+    wires.spare = 2 * len(SITES)
+    return deploy(wires.problem, algorithm, wires, home, rounds, log=log)[0]
+
+
+def test_a_cohort_without_sites_is_a_round_without_arrivals(tmp_path):
+    """One client is drawn, and two sites of four are gone for good: the run ends, and is that of a
+    simulation in which their clients do not answer."""
+    problem = examples.least_squares()
+    algorithm = with_field(ALGORITHMS["FedSGM soft, Top-K both ways"], ["participants"], 1)
+    wires = Wires(problem, algorithm, tmp_path)
+    gone = ["site-1", "site-3"]
+    wires.lose = lambda site, number: "question lost" if site in gone else ""
+    run = restarted(wires, algorithm, tmp_path / "server", 20)
+
+    def arrivals(round, exchange, clients):
+        return jnp.asarray([False, False, True, False, False, True])[jnp.asarray(clients)]
+
+    expected = fs.solve(problem, algorithm, rounds=20, precision="float64", arrivals=arrivals)
+    np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
+    assert {0, 1, 3, 4} & {*run.history["cohort"].ravel()}
+    assert {2, 5} & {*run.history["cohort"].ravel()}
+
+
+def test_rounds_do_not_go_by_while_nobody_is_there(tmp_path):
+    problem = examples.least_squares()
+    algorithm = with_field(ALGORITHMS["FedSGM soft, Top-K both ways"], ["participants"], 1)
+    wires = Wires(problem, algorithm, tmp_path)
+    home = tmp_path / "server"
+    restarted(wires, algorithm, home, 2)
+    kept = (home / "server.safetensors").read_bytes()
+    wires.lose = lambda site, number: "question lost"
+    with pytest.raises(TooFew, match="0 of 1 clients answered in round 3") as caught:
+        restarted(wires, algorithm, home, 6)
+    assert caught.value.missed == list(SITES)
+    assert (home / "server.safetensors").read_bytes() == kept
+    wires.lose = lambda site, number: ""
+    assert restarted(wires, algorithm, home, 6).rounds == 6
+
+
+def test_a_first_evaluation_that_reaches_nobody(tmp_path):
+    problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
+    wires = Wires(problem, algorithm, tmp_path)
+    seen = []
+
+    def without_values(messages):
+        found = dict(wires(messages))
+        for site, data in found.items():
+            head, arrays = decode(data, 10_000)
+            if any(name.startswith("values.") for name in arrays) and len(seen) < len(SITES):
+                seen.append(site)
+                parts = {"reply": [v for k, v in arrays.items() if k.startswith("reply.")]}
+                found[site] = encode(head, parts)
+        return found
+
+    run, _ = deploy(problem, algorithm, without_values, tmp_path / "server", 3)
+    assert np.isnan(run.history["objective"]).tolist() == [True, False, False]
+    assert np.isnan(run.history["constraint"]).tolist() == [True, False, False]
+
+
+def test_a_server_put_back_from_an_old_copy_is_refused(tmp_path):
+    """What was used since would be used again: sites notice, keep their states and say so."""
+    problem = examples.least_squares()
+    algorithm = with_field(ALGORITHMS["FedSGM soft, Top-K both ways"], ["participants"], None)
+    wires = Wires(problem, algorithm, tmp_path)
+    home = tmp_path / "server"
+    restarted(wires, algorithm, home, 3)
+    old = (home / "server.safetensors").read_bytes()
+    restarted(wires, algorithm, home, 5)
+    newest = (home / "server.safetensors").read_bytes()
+    (home / "server.safetensors").write_bytes(old)
+    states = [wires.shares[site]._states for site in SITES]
+    sentence = "its folder was put back from an older copy; put back the newest"
+    with pytest.raises(TooFew, match=sentence) as caught:
+        restarted(wires, algorithm, home, 8)
+    assert caught.value.missed == []  # waiting for them would not help
+    for before, site in zip(states, SITES, strict=True):
+        assert wires.shares[site]._states is before
+    (home / "server.safetensors").write_bytes(newest)
+    run = restarted(wires, algorithm, home, 8)
+    expected = fs.solve(problem, algorithm, rounds=8, precision="float64")
+    np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
+    # And the other way about: a site put back to before its answers were used.
+    for path in [*(tmp_path / "site-2").iterdir()]:
+        path.unlink()
+    wires.start("site-2")
+    notes = []
+    restarted(wires, algorithm, home, 9, notes)
+    assert any(
+        note.startswith("site-2: this site has not the answers that the server used in round 8")
+        for note in notes
+    )
+
+
+def test_a_site_cannot_end_everyones_run(tmp_path):
+    """No bytes, an absurd number of clients, a reason as long as a book: noted, no more."""
+    problem = examples.least_squares()
+    algorithm = with_field(ALGORITHMS["FedSGM hard"], ["participants"], None)
+    wires = Wires(problem, algorithm, tmp_path)
+    bad = {
+        "a": encode({"status": "ok", "clients": 10**12}, {}),
+        "b": encode({"status": "ok", "clients": True}, {}),
+        "c": encode({"status": "refused", "reason": "\x1b[2Jno" * 10_000}, {}),
+        "d": 7,
+        "e": None,
+    }
+
+    def mixed(messages):
+        found = dict(wires({site: data for site, data in messages.items() if site in SITES}))
+        found |= {site: bad[site] for site in messages if site in bad}
+        if found.keys() == SITES.keys() and wires.count > 20:
+            found["site-2"] = ["not", "bytes"]
+        return found
+
+    notes = []
+    with precision_of("float64") as dtype:
+        placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
+    link = Link(mixed, placed, tuned, notes.append)
+    (tmp_path / "server").mkdir()
+    everyone = [*SITES, *bad]
+    run = serve(link, everyone, problem, algorithm, 5, 0, tmp_path / "server", precision="float64")
+    assert run.rounds == 5
+    assert link.roster.keys() == SITES.keys()
+    for part in ("a: refused its greeting: 1000000000000", "b: refused its greeting: True"):
+        assert any(note.startswith(part) for note in notes), notes
+    assert "d: not bytes but int" in notes
+    assert "e: not bytes but NoneType" in notes
+    assert "site-2: not bytes but list" in notes
+    assert all(len(note) < 400 and note.isprintable() for note in notes)
+
+
+def alone(problem, algorithm, home):
+    """A site that has all clients, and the link to it."""
+    share = Share(home, problem, algorithm, 0)
+
+    def transport(messages):
+        return {site: share.answer(data) for site, data in messages.items()}
+
+    placed, tuned = problem.on_device(None), numbers_on_device(algorithm, None)
+    return share, Link(transport, placed, tuned, pytest.fail)
+
+
+def distance(w, data):
+    return jnp.sum((w - data["x"]) ** 2)
+
+
+def test_more_clients_in_a_question_than_a_head_has_room_for(tmp_path):
+    data = {"x": np.arange(200_000.0)[:, None]}
+    problem = fs.Problem(distance, data, np.zeros(1))
+    algorithm = fs.FedSGM(0.1, 0.0)
+    _, link = alone(problem, algorithm, tmp_path)
+    run = serve(link, ["one"], problem, algorithm, 1, 0, tmp_path)
+    expected = fs.solve(problem, algorithm, rounds=1)
+    np.testing.assert_allclose(run.params, expected.params, rtol=1e-5)
+
+
+def test_more_publications_than_a_head_has_room_for(tmp_path):
+    """A site that missed thousands gets the whole w, one that missed a thousand gets those; and the
+    server's own file may have a head of any length."""
+    size = 2500
+    problem = fs.Problem(distance, {"x": np.ones((2, 1))}, np.zeros(size))
+    algorithm = fs.FedSGM(0.1, 0.0, downlink=fs.TopK(1 / size))
+    share, link = alone(problem, algorithm, tmp_path)
+    link.hello(["one"])
+    w, first = np.zeros(size, np.float32), np.eye(1, size, dtype=np.float32)[0]
+    packet = algorithm.downlink(jnp.asarray(first))
+    sent = []
+    share.answer, answer = (lambda data: sent.append(data) or answer(data)), share.answer
+    for missed in (3000, 1000):
+        for _ in range(missed):
+            link.publish(0, packet, w.nbytes)
+            w = w + first
+        link.look(0, w, jax.eval_shape(lambda: {"objective": jnp.zeros(())}))
+        assert list(link.values()) == ["one"]
+        np.testing.assert_array_equal(share._w, w)
+    news = [decode(data, 10**6)[0]["w"] for data in sent]
+    assert [("whole" in each, len(each.get("packets", []))) for each in news] == [
+        (True, 0),
+        (False, 1000),
+    ]
+    head, arrays = link.saved()
+    again, found = decode(encode(head | {"names": head["names"] * 40}, arrays), None)
+    assert len(json.dumps(again)) > 2**20
+    assert len(found) == len(jax.tree.leaves(arrays))
+
+
+def test_a_power_cut_takes_no_names(tmp_path, monkeypatch):
+    """Whatever file a journal has was in its folder when that was last forced to the disk."""
+    kept, fsync = {}, os.fsync
+
+    def forced(handle):
+        fsync(handle)
+        place = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if place.is_dir():
+            kept[place] = {path.name for path in place.iterdir()}
+
+    monkeypatch.setattr(os, "fsync", forced)
+    home = tmp_path / "runs/trial/0"
+    journal = Journal(home)
+    assert journal.load() == (None, [])
+    for step in range(3):
+        journal.append(b"answer")
+        assert {path.name for path in home.iterdir()} <= kept[home]
+        journal.restart(b"base %d" % step)
+    assert kept[tmp_path] == {"runs"}
+    assert kept[tmp_path / "runs"] == {"trial"}
+    journal.append(b"last")
+    again = Journal(home)
+    assert again.load() == (b"base 2", [b"last"])
 
 
 class Crash(Exception):

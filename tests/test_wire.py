@@ -133,15 +133,15 @@ HEAD = {
     "exchange": 0,
     "method": "measure",
     "first": 0,
-    "clients": [0, 2],
     "used": [],
     "settled": [-1, []],
     "w": {"want": "start", "from": [], "packets": []},
 }
 
 
-def status(share, head, arrays=None):
-    answered, _ = decode(share.answer(encode(head, arrays or {})), 10_000)
+def status(share, head, clients=(0, 2)):
+    arrays = {"clients": np.asarray(clients, np.int32)} if head["kind"] == "ask" else {}
+    answered, _ = decode(share.answer(encode(head, arrays)), 10_000)
     return answered["status"], answered.get("reason", "")
 
 
@@ -161,9 +161,8 @@ def test_a_site_answers_what_it_should(share):
         ({"exchange": -1}, "exchange is no whole number"),
         ({"round": "0"}, "round is no whole number"),
         ({"method": "__init__"}, "exchange 0 is 'measure'"),
-        ({"clients": [6]}, "clients that are not here"),
-        ({"clients": []}, "clients that are not here"),
         ({"w": None}, "does not say what w is"),
+        ({"settled": [0, []]}, "settles a round before its end"),
     ],
     ids=str,
 )
@@ -171,6 +170,12 @@ def test_a_site_refuses_what_it_should(share, change, reason):
     told, why = status(share, HEAD | change)
     assert told == "refused"
     assert reason in why
+
+
+def test_a_site_refuses_clients_that_are_not_here(share):
+    assert status(share, HEAD, [6])[1] == "it asks for clients that are not here"
+    for clients in ([], [0] * 7, [[0, 1]]):
+        assert status(share, HEAD, clients)[1] == "it does not say which clients it asks"
 
 
 @settings(max_examples=300, deadline=None)

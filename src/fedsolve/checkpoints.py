@@ -225,12 +225,17 @@ def write_atomically(path: Path, *parts: bytes, before: Path | None = None) -> N
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    keep_names(path.parent)
+
+
+def keep_names(folder: Path) -> None:
+    """Forces to the disk which files a folder has: a new file's content alone is not enough."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # not all file systems know this; the file is there
-            os.fsync(folder)
+            os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def check_writable(folder: Path) -> None:
@@ -281,7 +286,7 @@ def _read(path: Path) -> Checkpoint | None:
     line, _, data = path.read_bytes().partition(b"\n")
     if line != MAGIC + hashlib.sha256(data).hexdigest().encode():
         return None
-    head, arrays = wire.decode(data, len(data))
+    head, arrays = wire.decode(data, None)
     if head["format"] != FORMAT:
         raise InvalidInput(f"{path} has a form that this version of fedsolve does not read.")
     return Checkpoint(path, head, arrays)

@@ -16,6 +16,7 @@ from fedsolve.config import Experiment, resolve
 from fedsolve.errors import InvalidInput
 from fedsolve.flare import deploy, engine
 from fedsolve.flare.data import check_data, owners_file
+from fedsolve.flare.jobs import check_run_name
 from fedsolve.folder import new_folder, save
 from fedsolve.tracking import Tracking, made
 
@@ -69,7 +70,7 @@ def _go_on(kit: Path, admin_kit: Path) -> None:
             terminal.out.print(f"going on with {run}", markup=False)
             experiment = resolve(run, json.loads(kept.read_text()))
             try:
-                deploy.supervise(engine.Admin(admin_kit), experiment, run, _say)
+                deploy.supervise(engine.Admin(admin_kit), experiment, run, _say, _sites(experiment))
                 terminal.out.print(f"{run} is done", markup=False)
             except InvalidInput as error:
                 terminal.out.print(f"{run}: {error}", markup=False)
@@ -101,10 +102,11 @@ def submit(
     experiment: Experiment, kit: str, run: str | None, out_dir: str | None, track: Sequence[str]
 ) -> int:
     """Gives the server a run to do (or goes on with one), follows it, and fetches its results."""
+    run = deploy.new_run() if run is None else run
+    check_run_name(run)
     admin = engine.Admin(_kit(kit, "fed_admin.json"), timeout=10)
-    run = run or deploy.new_run()
     folder, tracking = _place(experiment, out_dir, track, run)
-    sites = int(experiment.deploy.get("sites", 1))
+    sites = _sites(experiment)
     terminal.out.print(
         f"{run}: the server keeps it in its kit, in fedsolve/runs/{run}", markup=False
     )
@@ -210,6 +212,10 @@ class _Progress:
 def _say(news: dict[str, Any]) -> None:
     if "note" in news:
         terminal.out.print(news["note"], markup=False)
+
+
+def _sites(experiment: Experiment) -> int:
+    return int(experiment.deploy.get("sites", 1))
 
 
 def _kit(kit: str, needs: str) -> Path:

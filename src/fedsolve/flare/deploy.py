@@ -139,74 +139,101 @@ def supervise(
     """A run is a series of disposable jobs over durable state. When one ends early the next goes
     on from the checkpoint, once enough sites are there; when a lost site is back, the job makes
     room for one that has it. The server may go away and come back. Returns the last job."""
-    fewest, barren, why = sites, 0, ""
+    fewest, barren = sites, 0
+    last = Followed()
     job = patiently(lambda: admin.running(run), tell)
     while True:
         if job is None:
-            here = sorted(_gather(admin, fewest, tell))
+            here, waited = _gather(admin, fewest, last.missed, tell)
+            # Sites that were away for a while are no reason to give up.
+            barren = 0 if last.rounds or waited > 2 * engine.SILENT else barren + 1
+            if barren > FUTILE:
+                raise InvalidInput(f"{FUTILE} jobs in a row did nothing: {last.why}.")
             with engine.temporary_folder() as folder:
                 path = engine.write_job(folder, experiment.resolved, run, here)
                 job = patiently(lambda path=path: admin.submit(path), tell)
             tell({"note": f"starting a job with {len(here)} sites"})
-        rounds, ended, why = _follow(admin, job, tell, why)
-        if ended:
+        last = _follow(admin, job, tell)
+        if last.ended:
             return job
         fewest = max(1, math.ceil(float(experiment.deploy.get("quorum", 0.0)) * sites))
-        barren = 0 if rounds else barren + 1
-        if barren == FUTILE:
-            raise InvalidInput(f"{FUTILE} jobs in a row did nothing: {why or 'see the logs'}.")
         tell({"note": "going on with a new job"})
         job = None
 
 
-def _follow(admin: engine.Admin, job: str, tell: Tell, why: str) -> tuple[int, bool, str]:
-    """Until a job ends: how many rounds it did, whether that was all, and its last complaint."""
-    told = rounds = 0
-    lost: dict[str, float] = {}
+@dataclasses.dataclass
+class Followed:
+    """What came of a job: its rounds in which somebody answered, whether the run has ended, the
+    sites that it lost and last missed (with their last signs of life), its last complaint."""
+
+    rounds: int = 0
+    ended: bool = False
+    lost: dict[str, float] = dataclasses.field(default_factory=dict)
+    missed: dict[str, float] = dataclasses.field(default_factory=dict)
+    why: str = "see the logs"
+
+
+def _follow(admin: engine.Admin, job: str, tell: Tell) -> Followed:
+    """Until a job ends."""
+    told, found = 0, Followed()
     began = heard = time.monotonic()
     look_again, over, patience = 0.0, False, STARTING
     while True:
         try:
             if time.monotonic() > look_again:
                 over, look_again = admin.is_over(job), time.monotonic() + 2
-            alive = admin.sites() if lost and time.monotonic() > began + REJOIN else {}
-            back = [site for site in lost if alive.get(site, 0) > lost[site] + engine.SILENT]
-            news = admin.news(job, told, make_room=bool(back))
+            alive = admin.sites() if found.lost and time.monotonic() > began + REJOIN else {}
+            answer = admin.news(job, told, make_room=bool(_back(found.lost, alive)))
         except engine.NoServer as error:
             tell({"note": f"{error} Waiting for it."})
             patiently(admin.sites, tell)
-            news = None
-        if news is not None:
-            heard, patience = time.monotonic(), GONE
+            answer = None
+        news: list[dict[str, Any]] = answer["news"] if answer is not None else []
+        if answer is not None:
+            heard, patience, found.rounds = time.monotonic(), GONE, answer["rounds"]
         elif time.monotonic() > heard + patience:
             over = True  # a server that was away says for ever that its old job runs
-        for entry in news or []:
+        for entry in news:
             tell(entry)
-            rounds += "round" in entry
-            why = entry.get("note", why)
+            found.why = entry.get("note", found.why)
             if "lost" in entry:
-                lost[entry["lost"]] = max(admin.sites().values(), default=0.0)
+                now = patiently(admin.sites, tell)
+                found.lost[entry["lost"]] = max(now.values(), default=0.0)
+            found.missed |= {site: found.lost.get(site, 0.0) for site in entry.get("missed", [])}
             if "error" in entry:
                 raise InvalidInput(entry["error"])
             if "done" in entry:
-                admin.news(job, told + len(news or []))
-                return rounds, True, why
-        told += len(news or [])
+                with contextlib.suppress(engine.NoServer):  # it need not wait for us any more
+                    admin.news(job, told + len(news))
+                found.ended = True
+                return found
+        told += len(news)
         if over and not news:
-            return rounds, False, why
+            return found
         time.sleep(0 if news else WAIT)
 
 
-def _gather(admin: engine.Admin, fewest: int, tell: Tell) -> list[str]:
-    """Waits until that many sites are there, however long it takes, and says so."""
-    said = -1
+def _back(lost: dict[str, float], alive: dict[str, float]) -> list[str]:
+    """Sites with signs of life from long after they were lost."""
+    return [site for site in lost if alive.get(site, 0.0) > lost[site] + engine.SILENT]
+
+
+def _gather(
+    admin: engine.Admin, fewest: int, missed: dict[str, float], tell: Tell
+) -> tuple[list[str], float]:
+    """Waits until that many sites are there, and one of those that were missed, however long it
+    takes, and says so: who is there, and how long that took."""
+    said, began = "", time.monotonic()
     while True:
-        here = list(patiently(admin.sites, tell))
+        here = patiently(admin.sites, tell)
+        if len(here) >= fewest and (not missed or _back(missed, here)):
+            return sorted(here), time.monotonic() - began
+        text = f"waiting for sites: {len(here)} of {fewest} are there"
         if len(here) >= fewest:
-            return here
-        if len(here) != said:
-            said = len(here)
-            tell({"note": f"waiting for sites: {said} of {fewest} are there"})
+            text = f"waiting for one of {', '.join(sorted(missed))}"
+        if text != said:
+            said = text
+            tell({"note": text})
         time.sleep(WAIT)
 
 

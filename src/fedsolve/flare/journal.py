@@ -1,23 +1,34 @@
-"""A site's answers on disk, and files that are whole or not there."""
+"""A site's answers on disk, and folders that belong to one process at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
+from typing import Any
+
+from fedsolve.checkpoints import keep_names, write_atomically
 
 HEADER = struct.Struct("<QI")  # a record's length and checksum
 
 
-def write(path: Path, data: bytes) -> None:
-    """Atomically: whoever is killed here leaves the old file or the new one."""
-    temporary = path.with_suffix(".new")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def locked(path: Path, patience: float = 0.0) -> Any:
+    """Holds a file for this process alone, until it ends; None if another has it for longer than
+    that."""
+    file = open(path, "w")  # noqa: SIM115 (held until the process ends)
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            if time.monotonic() > end:
+                file.close()
+                return None
+            time.sleep(0.1)
 
 
 class Journal:
@@ -25,6 +36,9 @@ class Journal:
     disk for each answer; what was cut short at the end was never answered."""
 
     def __init__(self, home: Path):
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in home.parents[:3]:  # a power cut must not take the run's folders, either
+            keep_names(folder)
         self._home = home
         numbers = [int(path.stem.split("-")[1]) for path in home.glob("base-*.safetensors")]
         self._number = max(numbers, default=0)
@@ -43,10 +57,14 @@ class Journal:
                 break
             records.append(record)
             self._length = start + size
-        with open(path, "ab") as file:
-            file.truncate(self._length)
-        self._file = open(path, "ab")  # noqa: SIM115 (held as long as the site runs)
+        if path.exists():
+            os.truncate(path, self._length)
+        self._begin()
         return base.read_bytes() if base.exists() else None, records
+
+    def _begin(self) -> None:
+        self._file = open(self._path("answers", ".log"), "ab")  # noqa: SIM115 (held all the time)
+        keep_names(self._home)
 
     def __del__(self):
         if hasattr(self, "_file"):
@@ -67,9 +85,9 @@ class Journal:
         """Begins anew from a base that has everything."""
         old = [self._path("base", ".safetensors"), self._path("answers", ".log")]
         self._number, self._length = self._number + 1, 0
-        write(self._path("base", ".safetensors"), base)
+        write_atomically(self._path("base", ".safetensors"), base)
         self._file.close()
-        self._file = open(self._path("answers", ".log"), "ab")  # noqa: SIM115
+        self._begin()
         for path in old:
             path.unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.flare.site import START
+from fedsolve.flare.site import MOST_CLIENTS, START
 from fedsolve.flare.wire import (
     Protocol,
     Refused,
@@ -26,9 +26,16 @@ from fedsolve.flare.wire import (
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 
+KEPT = 1000  # publications in one message: its head has a line for each
+
 
 class TooFew(Exception):
-    """Fewer answers than the quorum: the round does not count and will be asked again."""
+    """Fewer answers than the quorum, or nobody there: the round does not count and will be asked
+    again, once some of the sites that were `missed` are back."""
+
+    def __init__(self, why: str, missed: Iterable[str] = ()):
+        super().__init__(why)
+        self.missed = sorted(missed)
 
 
 Transport = Callable[[dict[str, bytes]], Mapping[str, bytes | Exception]]  # to sites, and back
@@ -53,12 +60,15 @@ class Link:
         self.settled: dict[str, tuple[int, list[int]]] = {}  # last round heard in, answers used
         self.used: dict[str, list[int]] = {}  # answers used in this round
         self.sent = self.received = 0  # all bytes, whatever they are
-        self.answered: list[str] = []
+        self.answered: set[str] = set()  # sites whose replies were taken in this round
+        self.rounds = 0  # so many in which there were any
         self.trouble: BaseException | None = None  # what went wrong outside the compiled round
         self._transport, self._log, self._quorum = transport, log, quorum
         self._problem, self._algorithm = problem, algorithm
         self._names = [START]  # w's names, one after each publication still worth sending
         self._packets: list[tuple[int, Packet]] = []
+        self._silent: set[str] = set()  # sites that did not answer when last asked
+        self._why: dict[str, str] = {}  # what was wrong with a site, when last asked
         self._holds: dict[str, str] = {}  # the w that each site was last known to hold
         self._wish: tuple[int, Any, PyTree] | None = None  # values that no question carried yet
         self._values: dict[str, PyTree] = {}  # each site's, when it was last asked for them
@@ -70,12 +80,16 @@ class Link:
     def hello(self, sites: list[str], may_grow: Callable[[int], bool] = bool) -> None:
         """Asks sites how many clients they have. Those of a new run are numbered in the order of
         the sites; newcomers to a run come after the others, where the algorithm can take them."""
-        found = {
-            site: int(head["clients"])
-            for site, (head, _) in self._greet(sites, 0).items()
-            if isinstance(head.get("clients"), int) and head["clients"] > 0
-        }
+        found: dict[str, int] = {}
         known = self.roster
+        room = MOST_CLIENTS - self.clients
+        for site, (head, _) in self._greet(sites, 0).items():
+            count = head.get("clients")
+            if type(count) is not int or not 0 < count <= room:
+                self._complain(site, f"refused its greeting: {str(count)[:40]} clients")
+                continue
+            found[site] = count
+            room -= count if site not in known else 0
         for site in sorted(found.keys() & known.keys()):
             if found[site] != known[site][1]:
                 self._log(
@@ -88,12 +102,19 @@ class Link:
         for site in new:
             known[site] = (self.clients, found[site])
         if not known:
-            raise TooFew("no site is ready")
+            raise TooFew(f"no site is ready{self._whys(sites)}")
         self.protocol = protocol(self._problem, self._algorithm, self.clients)
         self._greet([site for site in found if site in known], self.clients)
 
     def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
-        return self._send({s: encode({"kind": "hello", "total": total}, {}) for s in sites}, 0)
+        sent = {s: encode({"kind": "hello", "total": total}, {}) for s in sites}
+        found = {}
+        for site, (head, arrays) in self._send(sent, 0).items():
+            if head["status"] == "ok":
+                found[site] = head, arrays
+            else:
+                self._complain(site, str(head.get("reason", head["status"])))
+        return found
 
     def ask(
         self, round: int, number: int, clients: Any, message: PyTree, w: Any
@@ -113,11 +134,10 @@ class Link:
                 "exchange": number,
                 "method": exchange.method,
                 "first": self.roster[site][0],
-                "clients": own,
                 "used": self.used.get(site, []),
                 "settled": self.settled.get(site, (-1, [])),
             }
-            for site, own in wanted.items()
+            for site in wanted
         }
         most = max(map(len, wanted.values()), default=0) * size_of(exchange.reply)
         if wish is not None:
@@ -126,7 +146,7 @@ class Link:
             heads = {s: heads[s] | {"look": wish[0]} if s in heads else looks[s] for s in looks}
             most += self.clients * size_of(wish[2])
         found: list[tuple[list[int], PyTree]] = []
-        arrived = self._deliver(heads, {"message": message}, w, most)
+        arrived = self._deliver(heads, {"message": message}, w, most, wanted)
         for site, (head, arrays) in arrived.items():
             try:
                 if wish is not None:
@@ -138,16 +158,29 @@ class Link:
                 reply = take(arrays, "reply", exchange.reply, rows=len(wanted[site]))
                 nothing_left(arrays)
             except Refused as refused:
-                self._log(f"{site}: refused its reply: {refused}")
+                self._complain(site, f"refused its reply: {refused}")
                 continue
             if head.get("moved") is not False:  # where nothing moved, there is nothing to keep
                 self.used.setdefault(site, []).append(number)
             found.append((wanted[site], reply))
-        self.answered = sorted(arrived.keys() & wanted.keys())
+            self.answered.add(site)
         count = sum(len(own) for own, _ in found)
-        if count < max(1, math.ceil(self._quorum * len(clients))):
-            raise TooFew(f"{count} of {len(clients)} clients answered in round {round + 1}")
+        few = f"{count} of {len(clients)} clients answered in round {round + 1}"
+        if count < math.ceil(self._quorum * len(clients)):
+            raise TooFew(f"{few}{self._whys(wanted)}", self._silent & wanted.keys())
+        # A cohort whose sites are all gone is one without arrivals, as in a simulation. But rounds
+        # must not go by while nobody is there, nor because sites refuse to take part.
+        if not found and (wanted.keys() - self._silent or not self._anyone()):
+            raise TooFew(f"{few}{self._whys(wanted)}", self._silent & self.roster.keys())
         return found
+
+    def _anyone(self) -> bool:
+        """Whether some other site is well."""
+        return bool(self._greet([s for s in self.roster if s not in self._why], 0))
+
+    def _whys(self, sites: Iterable[str]) -> str:
+        whys = [f"{site}: {self._why[site]}" for site in sorted(sites) if site in self._why]
+        return f" ({'; '.join(whys)})" if whys else ""
 
     def look(self, round: int, w: Any, template: PyTree) -> None:
         """Every site is to tell the values of its clients at w: with the next question, as a
@@ -162,7 +195,7 @@ class Link:
             self._values = {}
             round, w, template = wish
             most = self.clients * size_of(template)
-            for site, (_, arrays) in self._deliver(self._looks(round), {}, w, most).items():
+            for site, (_, arrays) in self._deliver(self._looks(round), {}, w, most, {}).items():
                 self._take_values(site, arrays, template)
         return self._values
 
@@ -184,25 +217,38 @@ class Link:
         self.values()  # those that are still wanted are of the w before it
         self._packets.append((kind, jax.tree.map(np.asarray, packet)))
         self._names.append(uuid.uuid4().hex)
-        while self._packets and sum(size_of(p) for _, p in self._packets) >= whole:
-            self._packets.pop(0)
+        sizes = [size_of(p) for p in self.protocol.packets]
+        held = sum(sizes[kind] for kind, _ in self._packets)
+        while self._packets and (held >= whole or len(self._packets) > KEPT):
+            held -= sizes[self._packets.pop(0)[0]]
             self._names.pop(0)
 
     def end_round(self, round: int) -> None:
         """The round is on disk: from now on its answers are settled."""
         # A site that was not heard may not have heard either: what it was to be told still stands.
         self.settled |= {site: (round, used) for site, used in self.used.items() if used}
-        self.used = {}
+        self.rounds += bool(self.answered)
+        self.used, self.answered = {}, set()
 
     def _deliver(
-        self, heads: dict[str, dict], arrays: dict[str, PyTree], w: Any, most: int
+        self,
+        heads: dict[str, dict],
+        arrays: dict[str, PyTree],
+        w: Any,
+        most: int,
+        clients: dict[str, list[int]],
     ) -> dict[str, tuple[dict, dict]]:
-        """Sends each its head, the common arrays of a question, and what it lacks of w."""
+        """Sends each its head, the common arrays of a question with the clients that are asked, and
+        what it lacks of w."""
+
+        def asked(site: str) -> dict[str, PyTree]:
+            return {"clients": np.asarray(clients[site], np.int32)}
+
         arrived: dict[str, tuple[dict, dict]] = {}
         waiting = dict(heads)
         for whole in (False, True):  # a site that is not where it was thought gets all of w
             messages = {
-                s: self._message(s, head, arrays if head["kind"] == "ask" else {}, w, whole)
+                s: self._message(s, head, arrays | asked(s) if s in clients else {}, w, whole)
                 for s, head in waiting.items()
             }
             for site, (head, reply) in self._send(messages, most).items():
@@ -213,7 +259,7 @@ class Link:
                     self._holds[site] = self._names[-1]
                     arrived[site] = head, reply
                 else:
-                    self._log(f"{site}: {head.get('reason', head['status'])}")
+                    self._complain(site, str(head.get("reason", head["status"])))
             waiting = {s: h for s, h in waiting.items() if s in self._behind}
             if not waiting:
                 break
@@ -235,22 +281,32 @@ class Link:
     def _send(self, messages: dict[str, bytes], most: int) -> dict[str, tuple[dict, dict]]:
         self.sent += sum(map(len, messages.values()))
         found, self._behind = {}, set()
-        for site, data in self._transport(messages).items():
+        answers = self._transport(messages)
+        self._silent = (self._silent - answers.keys()) | (messages.keys() - answers.keys())
+        self._why |= dict.fromkeys(messages.keys() - answers.keys(), "no answer")
+        for site, data in answers.items():
             try:
                 if isinstance(data, Exception):
+                    self._silent.add(site)
                     raise Refused(f"no answer ({data})")
                 if site not in messages:
                     raise Refused("it was not asked")
-                self.received += len(data)
                 head, arrays = decode(data, most)
+                self.received += len(data)
                 if head.get("status") not in ("ok", "behind", "refused"):
                     raise Refused("its reply has no status")
                 if head["status"] == "behind":
                     self._behind.add(site)
+                self._why.pop(site, None)
                 found[site] = head, arrays
             except Refused as refused:
-                self._log(f"{site}: {refused}")
+                self._complain(site, str(refused))
         return found
+
+    def _complain(self, site: str, why: str) -> None:
+        """What a site sends is its own: no more than a line of it is told."""
+        self._why[site] = "".join(c if c.isprintable() else " " for c in why)[:300]
+        self._log(f"{site}: {self._why[site]}")
 
     # For the checkpoint
 
@@ -272,6 +328,6 @@ class Link:
     def restore_packets(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Once a round's packets are known again."""
         self._packets = [
-            (kind, take(arrays, f"packet{i}", self.protocol.packets[kind]))
+            (kind, take(arrays, f"packet{i}", self.protocol.packets[kind], finite=False))
             for i, kind in enumerate(head["kinds"])
         ]

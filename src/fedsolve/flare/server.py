@@ -15,10 +15,9 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.checkpoints import write_atomically
 from fedsolve.federation import Federation, Flags, Question, State
-from fedsolve.flare.journal import write
 from fedsolve.flare.link import Link, TooFew
-from fedsolve.flare.site import ANY
 from fedsolve.flare.wire import decode, encode, take
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
@@ -113,7 +112,7 @@ def serve(
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         values_of = jax.eval_shape(lambda: _one_clients_values(placed, jax.random.key(seed)))
-        saved = decode(path.read_bytes(), ANY) if path.exists() else None
+        saved = decode(path.read_bytes(), None) if path.exists() else None
         waiting: History = {}  # the newest entry of the history, before it has the sites' values
         news: dict[str, Any] = {}  # what is to be told with it
         if saved is None:
@@ -144,7 +143,11 @@ def serve(
             """Gives the entry that waits the values at the end of its round, with that state."""
             nonlocal waiting, chunks
             shares = tuned.objective_weights(state.server, state.participation)
-            values = _together(together, state.w, link.values(), link.roster, shares)
+            found = link.values()
+            if found:
+                values = _together(together, state.w, found, link.roster, shares)
+            else:
+                values = _unknown(placed, state.w, values_of, shares)
             entries = {k: v for k, v in waiting.items() if k != "round"} | _stacked(values)
             new = on_host(entries, _span(waiting["round"].item()))
             chunks, waiting = [joined(_same_width([*chunks, new]))], {}
@@ -164,7 +167,7 @@ def serve(
                 after, info = jax.block_until_ready(one_round(state))
                 if link.trouble is not None:
                     raise link.trouble
-                answered = link.answered
+                answered = sorted(link.answered)
                 link.end_round(int(state.round))
                 if waiting:
                     complete(state)
@@ -188,7 +191,7 @@ def serve(
 
 def saved_run(path: Path, problem: Problem, algorithm: Algorithm, seed: int, precision: Any) -> Run:
     """The run as far as the server's checkpoint has it."""
-    head, arrays = decode(path.read_bytes(), ANY)
+    head, arrays = decode(path.read_bytes(), None)
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         state, chunks = _restored(head, arrays, placed, tuned, seed)
@@ -227,7 +230,7 @@ def _restored(
 ) -> tuple[State, list[History]]:
     clients = sum(count for _, count in head["link"]["roster"].values())
     shapes = _shapes(problem, algorithm, seed, clients)
-    state = jax.tree.map(jnp.asarray, take(arrays, "state", shapes))
+    state = jax.tree.map(jnp.asarray, take(arrays, "state", shapes, finite=False))
     history = _named(arrays, "history", head["history"])
     return state, [history] if history else []
 
@@ -253,7 +256,7 @@ def _save(
         {"link": head, "news": news, "seconds": seconds} | names,
         arrays | {"state": state} | values,
     )
-    write(path, data)
+    write_atomically(path, data)
 
 
 def _span(stop: int) -> Spans:
@@ -277,8 +280,6 @@ def _together(
     shares: Any,
 ) -> dict[str, Any]:
     """f and g over all clients that were heard, and the metrics; `shares` are of all clients."""
-    if not found:
-        return {"objective": np.nan} | ({} if shares is None else {"weighted_objective": np.nan})
     heard = sorted(found)
     values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
     if shares is None:
@@ -286,3 +287,12 @@ def _together(
     places = [roster[site] for site in heard]
     rows = np.concatenate([np.arange(first, first + count) for first, count in places])
     return together(w, values, shares[rows])
+
+
+def _unknown(problem: Problem, w: Any, values: PyTree, shares: Any) -> dict[str, Any]:
+    """The same where nobody was heard."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), values)
+    part = () if shares is None else (shares[:1],)
+    shapes = jax.eval_shape(lambda v: combined(problem, w, v, *part), one)
+    types = {name: x.dtype if x.dtype.kind == "f" else float for name, x in shapes.items()}
+    return {name: np.full(x.shape, np.nan, types[name]) for name, x in shapes.items()}

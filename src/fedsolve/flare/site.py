@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fedsolve.algorithm import Algorithm
+from fedsolve.errors import InvalidInput
 from fedsolve.federation import Question, evaluation_key
 from fedsolve.flare.journal import Journal
 from fedsolve.flare.wire import (
@@ -46,7 +47,6 @@ from fedsolve.solving import numbers_on_device, precision_of
 MOST_CLIENTS = 10_000_000
 FEW = 8  # clients of a site that share a program, however many are asked
 EXCHANGES = 1000  # more than a round can have
-ANY = 2**40  # what this machine wrote itself may be of any size
 START = "start"  # the name of w before anything was published
 
 
@@ -62,8 +62,7 @@ class Share:
         precision: str | None = None,
     ):
         self._lock = threading.Lock()
-        self._home, self._precision = home, precision
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._precision = precision
         with precision_of(precision) as dtype:
             self._problem = problem.on_device(dtype)
             self._algorithm = numbers_on_device(algorithm, dtype)
@@ -81,10 +80,13 @@ class Share:
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
         self._journal = Journal(home)
         base, records = self._journal.load()
-        if base is not None:
-            self._restore(base)
-        for record in records:
-            self._replay(record)
+        try:
+            if base is not None:
+                self._restore(base)
+            for record in records:
+                self._replay(record)
+        except Refused as refused:
+            raise InvalidInput(f"What this site kept is another run's: {refused}.") from None
 
     def answer(self, data: bytes) -> bytes:
         """The answer to a question; one that cannot be answered gets its reason."""
@@ -121,7 +123,8 @@ class Share:
         """Bytes of arrays in the largest message that can be right."""
         messages = [exchange.message for exchange in self._protocol.exchanges]
         news = max(map(size_of, self._protocol.packets), default=0)
-        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news
+        asked = self._count * np.dtype(np.int32).itemsize
+        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news + asked
 
     def _look(self, head: dict[str, Any], name: str) -> dict[str, PyTree]:
         """The clients' values at w, at the end of the round of that name."""
@@ -136,9 +139,12 @@ class Share:
         if head.get("method") != exchange.method:
             raise Refused(f"exchange {number} is {exchange.method!r}")
         first = _whole(head, "first")
-        clients = np.asarray(_numbers(head.get("clients"), 2**31), np.int64)
+        asked = arrays.pop("clients.0", np.zeros(0))
+        if asked.dtype != np.int32 or asked.ndim != 1 or not 0 < len(asked) <= self._count:
+            raise Refused("it does not say which clients it asks")
+        clients = asked.astype(np.int64)
         local = clients - first
-        if not len(local) or local.min() < 0 or local.max() >= self._count:
+        if local.min() < 0 or local.max() >= self._count:
             raise Refused("it asks for clients that are not here")
         message = take(arrays, "message", exchange.message)
         nothing_left(arrays)
@@ -214,11 +220,22 @@ class Share:
         if not isinstance(settled, list) or len(settled) != 2 or type(settled[0]) is not int:
             raise Refused("it does not say what is settled")
         last, used = settled[0], _numbers(settled[1], EXCHANGES)
+        if last >= round:
+            raise Refused("it settles a round before its end")
+        if last < self._settled or round <= self._settled:
+            raise Refused(
+                f"the server is in round {round + 1} and has used nothing from here since round "
+                f"{last + 1}, but it had used an answer of round {self._settled + 1}: its folder "
+                "was put back from an older copy; put back the newest, or begin a new run"
+            )
         if self._round == round:
             return  # asked again, or the next exchange: nothing of this round is settled yet
         if last > self._settled:
             if self._round != last or any(number not in self._log for number in used):
-                raise Refused(f"this site has lost its answers of round {last}")
+                raise Refused(
+                    f"this site has not the answers that the server used in round {last + 1}: its "
+                    "folder was lost or put back from an older copy"
+                )
             self._states = self._before(EXCHANGES, used)
             self._settled = last
         self._log.clear()
@@ -242,7 +259,7 @@ class Share:
 
     def _replay(self, record: bytes) -> None:
         """An answer from the journal, with all that came with it."""
-        head, arrays = decode(record, ANY)
+        head, arrays = decode(record, None)
         self._settle(head["round"], head["settled"])
         self._keep(head["round"], head["number"], self._entry(head["digest"], arrays))
 
@@ -258,15 +275,15 @@ class Share:
         return encode(head, arrays)
 
     def _restore(self, base: bytes) -> None:
-        head, arrays = decode(base, ANY)
+        head, arrays = decode(base, None)
         self._settled, self._round = head["settled"], head["round"]
-        self._states = take(arrays, "states", self._client, rows=self._count)
+        self._states = take(arrays, "states", self._client, rows=self._count, finite=False)
         for number, digest in head["log"].items():
             self._log[int(number)] = self._entry(digest, arrays, f"{number}.")
 
     def _entry(self, digest: str, arrays: dict[str, np.ndarray], prefix: str = "") -> _Entry:
         local = arrays[f"{prefix}local.0"]
-        rows = take(arrays, f"{prefix}rows", self._client, rows=len(local))
+        rows = take(arrays, f"{prefix}rows", self._client, rows=len(local), finite=False)
         return _Entry(digest, local, rows, arrays[f"{prefix}reply.0"].tobytes())
 
 

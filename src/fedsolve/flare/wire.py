@@ -42,13 +42,15 @@ def encode(head: dict[str, Any], arrays: dict[str, PyTree]) -> bytes:
     return save(flat, metadata={"head": json.dumps(head)})
 
 
-def decode(data: Any, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The head and the flat arrays of bytes that hold at most so many bytes of arrays."""
+def decode(data: Any, most: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The head and the flat arrays of bytes that hold at most so many bytes of arrays. None is for
+    what this machine wrote itself, which may be of any size."""
     if not isinstance(data, bytes):
         raise Refused(f"not bytes but {type(data).__name__}")
-    if len(data) > most + HEAD:
+    if most is not None and len(data) > most + HEAD:
         raise Refused(f"{len(data)} bytes, where at most {most + HEAD} can be right")
-    if len(data) < 8 or (size := int.from_bytes(data[:8], "little")) > min(HEAD, len(data) - 8):
+    longest = len(data) - 8 if most is None else min(HEAD, len(data) - 8)
+    if len(data) < 8 or (size := int.from_bytes(data[:8], "little")) > longest:
         raise Refused("not safetensors")
     try:
         head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
