@@ -26,7 +26,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 import fedsolve as fs
 from fedsolve import config, kinds
 from fedsolve.flare import commands, engine, jobs
-from fedsolve.flare.deploy import check_certificate, check_welcome, local_federation, run_on
+from fedsolve.flare.data import site_problem
+from fedsolve.flare.deploy import (
+    check_certificate,
+    check_welcome,
+    init,
+    keep_running,
+    local_federation,
+    run_on,
+)
 from fedsolve.flare.jobs import OWNER, built
 from fedsolve.flare.wire import decode, encode
 from test_conformance import ALGORITHMS, KINDS
@@ -266,7 +274,7 @@ def test_the_commands_of_an_owner(tmp_path):
         assert done("init", "federation.toml")[0] == 0
         kits = tmp_path / "kits/fedsolve/prod_00"
         admin = str(kits / engine.ADMIN)
-        assert "exists; certificates are never overwritten" in done("init", "federation.toml")[1]
+        assert "kits has kits for all of these" in done("init", "federation.toml")[1]
         status, told = done("site", str(kits / "north"), "--data", "north.toml")
         assert (status, "No server at localhost" in told) == (2, True), told
         server = start("server", str(kits / "localhost"), "--data", "server.toml")
@@ -555,7 +563,7 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
         "refuses this kit's certificate",
         "certificate of site-1 expired on",
         "refuses this kit's certificate",
-        "named site-1, but its certificate is that of site-2",
+        "that of site-1, but its certificate is that of site-2",
         "is not the one of this kit: IP address mismatch",
         "No server at localhost",
         "does not speak TLS",
@@ -568,9 +576,92 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
         assert key.stat().st_mode & 0o077 == 0
 
 
-def test_a_sites_own_data(tmp_path):
-    from fedsolve.flare.data import site_problem
+def made(file, folder):
+    return {name: kit.relative_to(folder) for name, kit in init(file, folder).items()}
 
+
+def test_sites_are_added_and_renewed(tmp_path):
+    """By the same authority, without a new kit for anyone else."""
+    file, folder = tmp_path / "federation.toml", tmp_path / "kits"
+    base = 'server = "localhost"\nsites = ["north"%s]\n'
+    file.write_text(base % "")
+    north = init(file, folder)["north"]
+    with pytest.raises(fs.InvalidInput, match="has kits for all of these"):
+        init(file, folder)
+    file.write_text(base % ', "south"')
+    assert made(file, folder) == {"south": Path("fedsolve/prod_01/south")}
+    south = folder / "fedsolve/prod_01/south"
+    roots = [(kit / "startup/rootCA.pem").read_bytes() for kit in (north, south)]
+    assert roots[0] == roots[1]
+    # A certificate that ends soon is made anew, and only that.
+    certificate_for(folder, north, "north", days=30)
+    authority = folder / engine.AUTHORITY
+    kept = json.loads(authority.read_text())
+    kept["north"]["cert"] = (north / "startup/client.crt").read_text()
+    authority.write_text(json.dumps(kept))
+    assert made(file, folder) == {"north": Path("fedsolve/prod_02/north")}
+    check_certificate(folder / "fedsolve/prod_02/north")
+    assert authority.stat().st_mode & 0o077 == 0
+    (folder / "fedsolve/prod_02/north").rename(tmp_path / "renamed")
+    check_certificate(tmp_path / "renamed")  # a kit's folder may be called anything
+    (tmp_path / "other").mkdir()
+    for text, sentence in [
+        ('server = "a"\nsites = "north"\n', "sites must be a list of names"),
+        ('sites = ["north"]\n', "needs `server`"),
+        (base % "", "no folder of kits"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(fs.InvalidInput, match=sentence):
+            init(file, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("deploy.deadline=abc", "deploy.deadline must be a number, got 'abc'"),
+        ("deploy.deadline=0", "deploy.deadline must be positive"),
+        ("deploy.quorum=2.0", "deploy.quorum is a part of the clients asked"),
+        ("deploy.quorum=-0.5", "deploy.quorum must be at least 0"),
+        ("deploy.sites=1.5", "deploy.sites must be a whole number"),
+    ],
+)
+def test_a_deployments_own_numbers(change, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        experiment(1, change)
+
+
+def no_such_command(session):
+    session.close()
+    raise OSError("no such command")
+
+
+def test_a_server_that_goes_away_is_told_in_a_sentence(federation):
+    """Whatever a session says of it, in the middle of whatever command; the next one connects."""
+    with pytest.raises(fs.InvalidInput, match="The server does not answer: no such command"):
+        federation.admin._do(no_such_command)
+    assert federation.admin.sites()
+
+
+def test_a_log_is_shown_from_the_start_of_its_process_to_the_end(tmp_path):
+    log, shown = tmp_path / "output.log", []
+    log.write_text("of an earlier process\n")
+    code = "import time; print('first', flush=True); time.sleep(0.5); print('last'); exit(3)"
+
+    def start():
+        with open(log, "ab") as file:
+            return subprocess.Popen([sys.executable, "-c", code], stdout=file)
+
+    assert keep_running(start, log, shown.append) == 3
+    assert shown == ["first", "last"]
+
+
+def by_rows(path):
+    """An owner's own loader: one client for each line of a file."""
+    rows = np.loadtxt(path, delimiter=",")
+    return {"minority": rows[:, None, :30], "majority": rows[:, None, 30:]}
+
+
+def test_a_sites_own_data(tmp_path):
     problem = fs.problems.neyman_pearson(clients=4)
     rows = {k: v[1:3] for k, v in problem.samples.values.items()}
     np.savez(tmp_path / "own.npz", **rows)
@@ -580,13 +671,30 @@ def test_a_sites_own_data(tmp_path):
         own = site_problem(problem, Path(tmp_path / f"{name}.toml"))
         assert own.n == 2
         np.testing.assert_array_equal(own.samples.values["minority"], rows["minority"])
+    whole = np.random.default_rng(0).standard_normal((3, 60))
+    np.savetxt(tmp_path / "rows.csv", whole, delimiter=",")
+    (tmp_path / "c.toml").write_text('[data]\nloader = "test_flare:by_rows"\npath = "rows.csv"\n')
+    own = site_problem(problem, tmp_path / "c.toml")
+    np.testing.assert_allclose(own.samples.values["minority"][:, 0], whole[:, :30], rtol=1e-6)
+    np.savez(tmp_path / "uneven.npz", a=np.ones((2, 3)), b=np.ones((3, 3)))
+    (tmp_path / "text.npz").write_text("no arrays")
+    npz = "[data]\nloader = 'npz'\npath = '{}'\n".format
     for text, sentence in [
         ("[data]\nshare = [3, 2]\n", "the problem has 4 clients, not 5"),
-        ("[data]\nloader = 'npz'\npath = 'none.npz'\n", "Cannot load"),
+        ("[data]\nshare = [0, 0]\n", "share takes some clients"),
+        (npz("none.npz"), "Cannot load"),
+        (npz("text.npz"), "Cannot load"),
+        (npz("uneven.npz"), "need their clients on a leading axis, got a"),
         ("[data]\nloader = 'pickle'\n", "needs `share`"),
+        ("[data]\nloader = 'pickle'\npath = 'x'\n", 'loader takes "npz" or "module:function"'),
+        ("[data]\nloader = 'none:no'\npath = 'x'\n", "No module named 'none'"),
         ("[data]\nshare = 3\n", "share takes"),
         ("nothing", "Cannot read"),
     ]:
         (tmp_path / "bad.toml").write_text(text)
         with pytest.raises(fs.InvalidInput, match=sentence):
             site_problem(problem, tmp_path / "bad.toml")
+    # An owner's mistake is told before anything is started.
+    (tmp_path / "bad.toml").write_text(npz("none.npz"))
+    with pytest.raises(fs.InvalidInput, match="Cannot load"):
+        commands.site(str(tmp_path / "no kit"), str(tmp_path / "bad.toml"))

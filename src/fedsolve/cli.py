@@ -374,12 +374,13 @@ def deploy(
         raise InvalidInput(
             "Deployment needs NVIDIA FLARE: pip install 'fedsolve[deploy]'."
         ) from None
-    logging.disable(logging.WARNING)  # FLARE's own chatter
+    logging.disable(logging.ERROR)  # FLARE's own chatter
     from fedsolve.flare import commands
 
     changes = list(set or [])
     changes += [f"run.rounds={rounds}"] if rounds is not None else []
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(end, lambda *_: signal.raise_signal(signal.SIGINT))
     status: Any = 0
     try:
         if what == "init":

@@ -13,7 +13,7 @@ from typing import Any
 
 import fedsolve as fs
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count, check_positive
+from fedsolve.fields import check_count, check_positive, scalar
 from fedsolve.kinds import ALGORITHMS, PROBLEMS, RULES, Allowed, build, check_known, described
 
 SEED_KEYS = ("seed", "seeds", "instances")
@@ -182,13 +182,23 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
     deploy = _table(config, "deploy", "") if "deploy" in config else {}
     for key, value in deploy.items():
         check_known(key, DEPLOY_KEYS, "key", "deploy.")
-        check_positive(f"deploy.{key}", value, zero=key == "quorum")
+        _check_deploy(key, value)
     if deploy:
         resolved["deploy"] = deploy
     instance_tables, cells = tables if instances else None, Cells(makers, kept, algorithms)
     return Experiment(
         name, cells, clocks, seeds, options, deploy, resolved, instance_tables, allowed
     )
+
+
+def _check_deploy(key: str, value: Any) -> None:
+    name = f"deploy.{key}"
+    if key == "sites":
+        check_count(name, value)
+    else:
+        check_positive(name, scalar(name)(value), zero=key == "quorum")
+        if key == "quorum" and value > 1:
+            raise InvalidInput(f"{name} is a part of the clients asked, 1 at most, got {value}.")
 
 
 def _problem(

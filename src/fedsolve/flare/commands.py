@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from fedsolve import terminal
 from fedsolve.config import Experiment, resolve
 from fedsolve.errors import InvalidInput
 from fedsolve.flare import deploy, engine
-from fedsolve.flare.data import check_data, owners_file
+from fedsolve.flare.data import own_clients, owners_file
 from fedsolve.flare.jobs import check_run_name
 from fedsolve.folder import new_folder, save
 from fedsolve.tracking import Tracking, made
@@ -55,11 +57,12 @@ def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
     deploy.check_certificate(place)
     if owners is not None:
         owners_file(Path(owners))
-    process = engine.start_server(place, None if owners is None else Path(owners))
     if admin_kit is not None:
         admin = _kit(admin_kit, "fed_admin.json")
         threading.Thread(target=_go_on, args=(place, admin), daemon=True).start()
-    return _foreground(process, place, "the server runs; Ctrl-C ends it")
+    own = None if owners is None else Path(owners)
+    start = functools.partial(engine.start_server, place, own)
+    return _foreground(start, place, "the server runs; Ctrl-C ends it")
 
 
 def _go_on(kit: Path, admin_kit: Path) -> None:
@@ -77,19 +80,19 @@ def _go_on(kit: Path, admin_kit: Path) -> None:
 
 
 def site(kit: str, owners: str) -> int:
-    """A site, in the foreground, once the server would take it."""
-    check_data(Path(owners))
+    """A site, in the foreground, once its data can be read and the server would take it."""
+    own_clients(Path(owners))
     place = _kit(kit, "fed_client.json")
     deploy.check_certificate(place)
     deploy.check_welcome(place)
-    process = engine.start_site(place, Path(owners))
-    return _foreground(process, place, f"{place.name} runs; Ctrl-C ends it")
+    start = functools.partial(engine.start_site, place, Path(owners))
+    return _foreground(start, place, f"{engine.kit_name(place)} runs; Ctrl-C ends it")
 
 
-def _foreground(process: Any, kit: Path, text: str) -> int:
-    terminal.out.print(text)
+def _foreground(start: Callable[[], Popen], kit: Path, text: str) -> int:
+    terminal.out.print(text, markup=False)
     status = deploy.keep_running(
-        process, kit / "output.log", lambda line: terminal.out.print(line, markup=False)
+        start, kit / "output.log", lambda line: terminal.out.print(line, markup=False)
     )
     if status:
         terminal.fail(
@@ -131,7 +134,9 @@ def _fetched(admin: engine.Admin, job: str, experiment: Experiment) -> deploy.Ru
     """A job's results, once FLARE has stored them."""
     deploy.patiently(lambda: admin.wait_for_end(job), _say)
     with engine.temporary_folder() as folder:
-        found = next(admin.download(job, folder).rglob("0.safetensors"))
+        found = next(admin.download(job, folder).rglob("0.safetensors"), None)
+        if found is None:
+            raise InvalidInput("The job ended without results; its server's log says more.")
         return deploy.saved_runs(experiment, found.parent, "")
 
 
@@ -196,7 +201,7 @@ class _Progress:
         elif "round" in news:
             facts = [f"f {news['objective']:.4g}"]
             facts += [f"g {news['constraint']:.4g}"] if "constraint" in news else []
-            facts += [f"{len(news['answered'])} sites answered"]
+            facts += [_who(news["answered"])]
             facts += [terminal.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
             facts += [f"{news['milliseconds']:.0f} ms an exchange"]
             self._bar.say(self._each * news["cell"] + news["round"], "  ".join(facts))
@@ -207,6 +212,12 @@ class _Progress:
             entry = {k: np.asarray([v]) for k, v in news.items() if k not in OF_THE_LINK}
             self._follow[cell](round, self._each, entry)
             self._last[cell] = round
+
+
+def _who(answered: list[str]) -> str:
+    """Who answered, as far as a line has room for names."""
+    names = ", ".join(answered)
+    return f"{names or 'nobody'} answered" if len(names) < 50 else f"{len(answered)} sites answered"
 
 
 def _say(news: dict[str, Any]) -> None:

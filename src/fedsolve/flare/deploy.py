@@ -248,7 +248,8 @@ def patiently(command: Callable[[], Any], tell: Tell) -> Any:
 
 
 def init(file: Path, out: Path) -> dict[str, Path]:
-    """Kits for the machines that a federation's file names: `server`, `port`, `sites`."""
+    """Kits for the machines that a federation's file names: `server`, `port`, `sites`. Given a
+    folder that has some of them, those that are new or to be renewed."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -256,28 +257,43 @@ def init(file: Path, out: Path) -> dict[str, Path]:
     missing = [key for key in ("server", "sites") if key not in table]
     if missing:
         raise InvalidInput(f"{file} needs `server` (a host name) and `sites` (a list of names).")
-    if out.exists():
-        raise InvalidInput(f"{out} exists; certificates are never overwritten.")
-    return engine.make_kits(out, table["server"], table.get("port", 8002), table["sites"])
+    names = table["sites"]
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
+        raise InvalidInput(f"{file}: sites must be a list of names, got {names!r}.")
+    if out.exists() and not (out / engine.AUTHORITY).exists():
+        raise InvalidInput(f"{out} exists, and is no folder of kits.")
+    return engine.make_kits(out, str(table["server"]), table.get("port", 8002), names)
 
 
-def keep_running(process: subprocess.Popen, log: Path, show: Callable[[str], None]) -> int:
-    """Shows a process's log until it ends, or until Ctrl-C ends it: its exit status."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    place = 0
+def keep_running(
+    start: Callable[[], subprocess.Popen], log: Path, show: Callable[[str], None]
+) -> int:
+    """Starts a process and shows its log until it ends, or until Ctrl-C (or the end of the
+    terminal) ends it: its exit status."""
+    place = log.stat().st_size if log.exists() else 0
+
+    def follow() -> None:
+        nonlocal place
+        with open(log, encoding="utf-8", errors="replace") as file:
+            file.seek(place)
+            for line in file:
+                show(line.rstrip())
+            place = file.tell()
+
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(s, lambda *_: signal.raise_signal(signal.SIGINT)) for s in ends]
+    process = start()
     try:
         while process.poll() is None:
-            with open(log, encoding="utf-8", errors="replace") as file:
-                file.seek(place)
-                for line in file:
-                    show(line.rstrip())
-                place = file.tell()
+            follow()
             time.sleep(WAIT)
+        follow()
         return int(process.returncode)
     except KeyboardInterrupt:
         return 0
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each, handler in zip(ends, previous, strict=True):
+            signal.signal(each, handler)
         engine.stop([process])
 
 
@@ -294,11 +310,11 @@ def check_certificate(kit: Path) -> None:
     end = certificate.not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
         raise InvalidInput(
-            f"The certificate of {kit.name} expired on {end:%Y-%m-%d}: make new kits."
+            f"The certificate of {engine.kit_name(kit)} expired on {end:%Y-%m-%d}: make a new kit."
         )
     name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
-    if name != kit.name:
-        raise InvalidInput(f"This kit is named {kit.name}, but its certificate is that of {name}.")
+    if name != (own := engine.kit_name(kit)):
+        raise InvalidInput(f"This kit is that of {own}, but its certificate is that of {name}.")
 
 
 def check_welcome(kit: Path, timeout: float = 8.0) -> None:

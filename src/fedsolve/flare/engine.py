@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from fedsolve.checkpoints import write_atomically
 from fedsolve.errors import InvalidInput
 from fedsolve.flare.jobs import HOME, OWNER, TOPIC, check_run_name
 
@@ -37,6 +39,13 @@ RIGHTS = {  # of the administrator, on every machine; nobody else has any
     # A job with code of its own would be free of the list of classes above.
     **dict.fromkeys(["byoc", "shell_commands", "server-predeployed-flwr"], "none"),
 }
+AUTHORITY = Path("fedsolve", "state", "cert.json")  # in the folder of a federation's kits
+ROOT_DAYS = 3650  # the authority outlives the certificates that it makes, of 360 days,
+RENEW_DAYS = 90  # and renews those that end so soon
+KIT_NAMES = {  # where the parts of a kit tell whose it is
+    "fed_server.json": ("servers", 0, "admin_server"),
+    "fed_client.json": ("client", "fqsn"),
+}
 ENVIRONMENT = {  # without the first two every reply leaves a thread behind for a minute
     "NVFLARE_STREAMING_RETRY_TIMEOUT": "3",
     "NVFLARE_STREAMING_RETRY_WAIT": "1",
@@ -45,7 +54,13 @@ ENVIRONMENT = {  # without the first two every reply leaves a thread behind for 
 
 
 def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str, Path]:
-    """A federation with fresh certificates: kits for the server, each site, the administrator."""
+    """A federation's kits, for the server, each site, the administrator. In a folder that has some
+    already the authority is the same, and so are certificates that are good for a while longer:
+    what is given are the kits with new ones."""
+    before, root = _kept_certificates(folder), {"root_valid_days": ROOT_DAYS}
+    names = [host, *sites, ADMIN]
+    if before >= {*names}:
+        raise InvalidInput(f"{folder} has kits for all of these; good certificates are kept.")
     builders = ["workspace.WorkspaceBuilder", "static_file.StaticFileBuilder", "cert.CertBuilder"]
     project: dict[str, Any] = {
         "api_version": 3,
@@ -60,7 +75,7 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
             {"path": f"nvflare.lighter.impl.{builder}", "args": arguments}
             for builder, arguments in zip(
                 [*builders, "signature.SignatureBuilder"],
-                [{"template_file": ["master_template.yml"]}, {"scheme": "grpc"}, {}, {}],
+                [{"template_file": ["master_template.yml"]}, {"scheme": "grpc"}, root, {}],
                 strict=True,
             )
         ],
@@ -84,13 +99,42 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
         text=True,
         env=os.environ | {"HOME": str(folder)},
     )
-    made = folder / "fedsolve" / "prod_00"
-    if not made.is_dir():
+    made = max((folder / "fedsolve").glob("prod_*"), default=folder)
+    if not (made / host).is_dir() or done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
-    for path in (*made.rglob("*.key"), folder / "fedsolve" / "state" / "cert.json"):
+    for path in (*made.rglob("*.key"), folder / AUTHORITY):
         path.chmod(0o600)  # the last one has the key that makes all others
-    return {name: made / name for name in (host, *sites, ADMIN)}
+    return {name: made / name for name in names if name not in before}
+
+
+def _kept_certificates(folder: Path) -> set[str]:
+    """Whose certificates the authority of that folder keeps; of others it makes new ones."""
+    from cryptography import x509
+
+    if not (folder / AUTHORITY).exists():
+        return set()
+    kept = json.loads((folder / AUTHORITY).read_text())
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=RENEW_DAYS)
+    for name, entry in list(kept.items()):
+        if isinstance(entry, dict):
+            certificate = x509.load_pem_x509_certificate(entry["cert"].encode())
+            if certificate.not_valid_after_utc < soon:
+                del kept[name]
+    write_atomically(folder / AUTHORITY, json.dumps(kept).encode())
+    (folder / AUTHORITY).chmod(0o600)
+    return {name for name, entry in kept.items() if isinstance(entry, dict)}
+
+
+def kit_name(kit: Path) -> str:
+    """Whose kit this is, whatever its folder is called."""
+    for file, path in KIT_NAMES.items():
+        if (kit / "startup" / file).exists():
+            found: Any = json.loads((kit / "startup" / file).read_text())
+            for key in path:
+                found = found[key]
+            return str(found)
+    raise InvalidInput(f"{kit} is no kit of a server or a site.")
 
 
 def _prepare(kit: Path) -> None:
@@ -144,7 +188,9 @@ def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
     extra |= {OWNER: str(owners_file.resolve())} if owners_file is not None else {}
     module = f"nvflare.private.fed.app.{role}.{role}_train"
     words = ["-m", str(kit), "-s", f"fed_{role}.json", "--set", "secure_train=true"]
-    words += [f"uid={kit.name}", f"heart_beat_interval={HEARTBEAT}"] if role == "client" else []
+    words += (
+        [f"uid={kit_name(kit)}", f"heart_beat_interval={HEARTBEAT}"] if role == "client" else []
+    )
     words += ["org=fedsolve", "config_folder="]
     with open(kit / "output.log", "ab") as output:
         return subprocess.Popen(
@@ -217,7 +263,7 @@ def write_job(folder: Path, experiment: dict[str, Any], run: str, sites: list[st
     return folder / run
 
 
-class NoServer(Exception):
+class NoServer(InvalidInput):
     """The server does not answer, for now."""
 
 
