@@ -194,3 +194,14 @@ def test_a_site_refuses_clients_that_are_not_here(share):
 )
 def test_no_head_at_all_breaks_a_site(share, changes):
     assert status(share, HEAD | changes)[0] in ("ok", "behind", "refused")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60), st.integers(0, 2000), st.integers(0, 255), st.booleans())
+def test_no_question_at_all_breaks_a_site(share, noise, place, value, keep):
+    """Of a right question one byte changed, or noise from some place on."""
+    good = encode(HEAD, {"clients": np.asarray([0, 2], np.int32)})
+    place %= len(good)
+    rest = good[place + 1 :] if keep else noise
+    answered, _ = decode(share.answer(good[:place] + bytes([value]) + rest), 10_000)
+    assert answered["status"] in ("ok", "behind", "refused")

@@ -78,7 +78,7 @@ class Site:
     @collab.publish
     def answer(self, cell: int, data: bytes) -> bytes:
         with self._lock:
-            trouble, reply = self._trouble, None
+            trouble, reply = self._trouble, b""
             if not trouble:
                 reply, trouble = _tried(lambda: self._share(cell).answer(data))
             return encode({"status": "refused", "reason": trouble}, {}) if trouble else reply

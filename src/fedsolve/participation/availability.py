@@ -191,7 +191,7 @@ class Trace(Availability):
         return jnp.mean(jnp.asarray(self.rounds)[:, client], axis=0)
 
     def check(self, clients: int) -> None:
-        columns = np.shape(self.rounds)[1]
+        columns = np.asarray(self.rounds).shape[1]
         if columns != clients:
             raise InvalidInput(f"The trace has {columns} columns, but there are {clients} clients.")
 
