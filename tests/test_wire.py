@@ -66,6 +66,7 @@ def as_bytes(**changes):
     return save(kept, metadata={"head": json.dumps({"status": "ok"})})
 
 
+GOOD = as_bytes()
 BAD = {
     "not bytes": ("text", "not bytes"),
     "empty": (b"", "not safetensors"),
@@ -99,7 +100,7 @@ def read(data):
 
 
 def test_a_right_reply_is_taken():
-    head, got = read(as_bytes())
+    head, got = read(GOOD)
     assert head["status"] == "ok"
     np.testing.assert_array_equal(got.values.vector, reply().values.vector)
 
@@ -109,10 +110,9 @@ def test_a_right_reply_is_taken():
 def test_no_bytes_at_all_do_harm(noise, place, value):
     """Pure noise, noise behind a right beginning, and one changed byte: taken or refused, nothing
     else."""
-    good = as_bytes()
-    changed = bytearray(good)
-    changed[place % len(good)] = value
-    for data in (noise, good[: place % len(good)] + noise, bytes(changed)):
+    changed = bytearray(GOOD)
+    changed[place % len(GOOD)] = value
+    for data in (noise, GOOD[: place % len(GOOD)] + noise, bytes(changed)):
         try:
             read(data)
         except Refused:
