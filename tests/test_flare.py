@@ -298,6 +298,20 @@ def test_the_commands_of_an_owner(tmp_path):
         assert status == 0
         assert "site north" in told
         assert "job first: FINISHED" in told
+        # The server's machine goes down in the middle of a run: one command goes on with it, and
+        # does not wait for a job that FLARE still believes to run.
+        words[words.index("5")] = "80"
+        follower = start("submit", "neyman-pearson", *words, "--run", "second", "--out", "y")
+        home = kits / "localhost/fedsolve/runs/second"
+        wait_until(lambda: lines(home / "0/progress.jsonl") > 3)
+        follower.send_signal(signal.SIGINT)
+        told, _ = follower.communicate(timeout=60)
+        assert (follower.returncode, "--run second" in told) == (130, True), told
+        engine.stop([server])
+        assert not (home / "done").exists()
+        server = start("server", str(kits / "localhost"), "--data", "server.toml", "--kit", admin)
+        wait_until((home / "done").exists, 150)
+        assert lines(home / "0/progress.jsonl") == 80
         assert done("stop", "--kit", admin)[0] == 0
         for process in [server, *sites]:
             process.communicate(timeout=60)

@@ -1,5 +1,6 @@
 """The protocol between server and sites, without a network: every loss that a network can cause."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_a_deployment_is_the_simulation(algorithm, tmp_path):
     kept = expected.state.clients, expected.state.memory
     for a, b in zip(jax.tree.leaves(states), jax.tree.leaves(kept), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
+
+
+def test_a_model_of_pytorch_behaves_the_same_over_a_link(tmp_path):
+    torch = pytest.importorskip("torch")
+    importlib.import_module("fedsolve.torch")
+    module = torch.nn.Linear(3, 1).double()
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((6, 4, 3)), "y": rng.standard_normal((6, 4, 1))}
+
+    def loss(model, data):
+        return (model(data["x"]) - data["y"]).pow(2).mean()
+
+    problem = fs.torch.problem(module, loss, data)
+    algorithm = fs.FedSGM(0.05, 0.1, participants=3)
+    wires = Wires(problem, algorithm, tmp_path)
+    run, _ = deploy(problem, algorithm, wires, tmp_path / "server", 3)
+    expected = fs.solve(problem, algorithm, rounds=3, precision="float64")
+    assert run.params.keys() == expected.params.keys() == {"weight", "bias"}
+    for name, values in run.params.items():
+        np.testing.assert_allclose(values, expected.params[name], atol=1e-10)
+    np.testing.assert_allclose(run.history["objective"], expected.history["objective"], atol=1e-10)
 
 
 def settled(share, link, site):

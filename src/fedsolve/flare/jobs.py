@@ -35,7 +35,7 @@ from fedsolve.solving import numbers_on_device, precision_of
 
 HOME = "FEDSOLVE_HOME"  # where this machine keeps what must not be lost
 OWNER = "FEDSOLVE_OWNER"  # the file in which this machine's owner names data and an allow-list
-PATIENCE = 20.0  # seconds that a site waits for an older job's process to be gone
+PATIENCE = 20.0  # seconds that a machine waits for an older job's process to be gone
 TOPIC = "fedsolve"  # of the administrator's questions to a running job
 
 
@@ -158,7 +158,7 @@ class Coordinator:
         experiment = built(self._text)
         home = Path(os.environ[HOME], "runs", self._run)
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._alone = locked(home / "lock")
+        self._alone = locked(home / "lock", PATIENCE)
         if self._alone is None:
             raise TooFew("another job still has this run")
         kept = home / "experiment.json"
