@@ -31,6 +31,7 @@ WAIT = 0.3  # seconds between two looks at a run's progress
 REJOIN = 60.0  # a job runs at least so long before it makes room for a site that is back
 STARTING = 180.0  # a job may take so long before it is heard for the first time
 GONE = 30.0  # and is over when it falls silent for so long
+TOGETHER = 6.0  # sites that come back within so long of each other get one job
 FUTILE = 3  # so many jobs in a row without a single round are enough
 Runs = dict[str, list[Run]]
 
@@ -222,15 +223,22 @@ def _gather(
     admin: engine.Admin, fewest: int, missed: dict[str, float], tell: Tell
 ) -> tuple[list[str], float]:
     """Waits until that many sites are there, and one of those that were missed, however long it
-    takes, and says so: who is there, and how long that took."""
-    said, began = "", time.monotonic()
+    takes, and says so: who is there, and how long that took. Those that were away together come
+    back one after the other: while they do, a job would begin without the last of them."""
+    said, began, known, newest = "", time.monotonic(), set(), 0.0
     while True:
         here = patiently(admin.sites, tell)
+        if here.keys() - known:
+            known, newest = known | here.keys(), time.monotonic()
         if len(here) >= fewest and (not missed or _back(missed, here)):
-            return sorted(here), time.monotonic() - began
-        text = f"waiting for sites: {len(here)} of {fewest} are there"
-        if len(here) >= fewest:
+            if not missed or time.monotonic() > newest + TOGETHER:
+                return sorted(here), time.monotonic() - began
+            text = said
+        elif len(here) >= fewest:
             text = f"waiting for one of {', '.join(sorted(missed))}"
+        else:
+            known &= here.keys()
+            text = f"waiting for sites: {len(here)} of {fewest} are there"
         if text != said:
             said = text
             tell({"note": text})
