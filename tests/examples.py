@@ -27,6 +27,11 @@ def half_space(w, data):
     return data["normal"] @ w - data["offset"]
 
 
+def products(w, data):
+    """A sample's representation: its inputs times their weights, which add up to what is fitted."""
+    return data["inputs"] * w
+
+
 def least_squares(clients=6, samples=8, size=5, seed=0, constrained=True):
     """Heterogeneous least squares under one affine constraint that is active at the optimum."""
     rng = np.random.default_rng(seed)
@@ -42,6 +47,7 @@ def least_squares(clients=6, samples=8, size=5, seed=0, constrained=True):
         clients=data,
         params=np.zeros(size),
         constraint=half_space if constrained else None,
+        representation=products,
     )
 
 

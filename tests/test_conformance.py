@@ -50,6 +50,9 @@ ALGORITHMS = {
         weighting=fs.Strategic(examples.contribution_game(), 2.0),
         selection=fs.participation.Proportional(3),
     ),
+    "FedAvg": fs.FedAvg(0.05, participants=3, local_steps=2, weighting="DataSize"),
+    "FedDyn": fs.FedDyn(0.03, regularization=1.0, participants=3, local_steps=2),
+    "MOON": fs.MOON(0.05, contrast=0.1, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
     "SCAFFOLD": fs.SCAFFOLD(0.03, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
     "F3AST": fs.F3AST(0.02, participants=2, availability=0.7, weighting="DataSize"),
     "PPBC+": fs.PPBC(
@@ -160,7 +163,13 @@ def test_rounds_and_runs_do_not_trace_again(algorithm):
         return examples.quadratic(w, data)
 
     base = examples.least_squares()
-    problem = fs.Problem(counted, base.samples.values, np.zeros(5), examples.half_space)
+    problem = fs.Problem(
+        counted,
+        base.samples.values,
+        np.zeros(5),
+        examples.half_space,
+        representation=examples.products,
+    )
     fs.solve(problem, algorithm, rounds=1)
     once = len(traces)
     assert 0 < once <= 12

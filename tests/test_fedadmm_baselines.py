@@ -85,6 +85,16 @@ def test_follows_its_transcription(problem, kind):
     np.testing.assert_allclose(run.params, expected, atol=1e-12)
 
 
+def test_fedalts_optimiser_follows_its_schedule(problem):
+    """SGD as an optimiser is the plain steps, also where its step size falls."""
+    falling = fs.Cosine(STEP, 9)
+    options = {"participants": 3, "local_steps": STEPS, "personal_step_size": STEP}
+    plain = fs.FedAlt(falling, **options)
+    optimised = fs.FedAlt(1.0, local_optimizer=fs.SGD(falling), **options)
+    one, other = (fs.solve(problem, a, rounds=9, precision="float64") for a in (plain, optimised))
+    np.testing.assert_allclose(one.params, other.params, atol=1e-13)
+
+
 def test_without_a_proximal_term_fedprox_is_fedavg(problem):
     options = {"participants": 3, "local_steps": STEPS}
     one = fs.solve(problem, fs.FedProx(STEP, proximity=0.0, **options), rounds=9)

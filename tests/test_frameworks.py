@@ -45,8 +45,9 @@ def test_scaffold_follows_its_paper():
     assert run.history["bytes_up"][0] == 3 * 2 * 5 * 8  # the control goes up, too
 
 
-def feddyn(cohorts, steps, eta, alpha):
-    """Algorithm 1 of the paper, with gradient steps for the local problem."""
+def feddyn(cohorts, steps, eta, alpha, outer):
+    """Algorithm 1 of the paper, with gradient steps for the local problem; the server goes `outer`
+    of the way to the mean."""
     w, h, duals = np.zeros(5), np.zeros(5), np.zeros((6, 5))
     for cohort in cohorts:
         ends = []
@@ -57,14 +58,19 @@ def feddyn(cohorts, steps, eta, alpha):
             duals[k] = duals[k] - alpha * (v - w)
             ends.append(v)
         h = h - alpha / 6 * np.sum(np.asarray(ends) - w, axis=0)
-        w = np.mean(ends, axis=0) - h / alpha
+        w = w + outer * np.mean(np.asarray(ends) - w, axis=0) - h / alpha
     return w, h, duals
 
 
-def test_feddyn_follows_its_paper():
-    algorithm = fs.FedDyn(0.03, regularization=0.5, local_steps=4, participants=3)
+@pytest.mark.parametrize("outer", [None, 0.7])
+def test_feddyn_follows_its_paper(outer):
+    """With plain steps, and with an optimiser, where the step size is the server's."""
+    step, optimizer = (0.03, None) if outer is None else (outer, fs.SGD(0.03))
+    algorithm = fs.FedDyn(
+        step, regularization=0.5, local_steps=4, participants=3, local_optimizer=optimizer
+    )
     run = fs.solve(PROBLEM, algorithm, rounds=25, seed=2, precision="float64")
-    w, h, duals = feddyn(run.history["cohort"], 4, 0.03, 0.5)
+    w, h, duals = feddyn(run.history["cohort"], 4, 0.03, 0.5, outer or 1.0)
     np.testing.assert_allclose(run.params, w, atol=1e-11)
     np.testing.assert_allclose(run.state.server, h, atol=1e-11)
     np.testing.assert_allclose(run.state.clients.dual, duals, atol=1e-11)
@@ -146,8 +152,9 @@ def test_moon_follows_its_paper():
     without = fs.MOON(0.05, contrast=0.0, local_steps=3)
     same = fs.solve(problem, without, rounds=4, precision="float64")
     np.testing.assert_allclose(same.params["hidden"], apart.params["hidden"], atol=1e-12)
+    plain = fs.Problem(examples.quadratic, DATA, np.zeros(5))
     with pytest.raises(fs.InvalidInput, match="MOON compares representations"):
-        fs.solve(PROBLEM, algorithm, 2)
+        fs.solve(plain, algorithm, 2)
 
 
 def test_moon_works_on_minibatches():

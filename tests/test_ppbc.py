@@ -157,17 +157,58 @@ def test_without_bias_it_is_gradient_descent():
 
 
 def test_unavailable_clients_keep_expectations():
-    """PPBC+ averaged over draws is PPBC: after a round, and after one that corrects."""
+    """PPBC+ averaged over draws is PPBC, after a round that corrects."""
     options = {"weighting": "DataSize", "select_epoch": "Everyone", "epoch_length": 1}
     sure = fs.solve(PROBLEM, fs.PPBC(0.05, **options), rounds=1, precision="float64").params
-    q = np.asarray([0.3, 0.5, 0.9, 0.4, 1.0, 0.7])
-    drawn = fs.sweep(
-        PROBLEM, fs.PPBC(0.05, availability=q, **options), 1, range(600), precision="float64"
-    )
-    params = np.asarray([run.params for run in drawn.runs])
+    params = drawn_in(1, fs.PPBC(0.05, availability=OFTEN, **options))["x"][:, 0]
     error = params.std(axis=0) / np.sqrt(len(params))
     assert (error > 1e-4).all()
     assert (np.abs(params.mean(axis=0) - sure) < 4 * error).all()
+
+
+OFTEN = np.asarray([0.3, 0.5, 0.9, 0.4, 1.0, 0.7])
+SELECTED = {
+    "by size": {"weighting": "DataSize", "select_epoch": parts.Random(4)},
+    "GNS": {"weighting": "GradientNorm", "select_epoch": parts.Top(3)},
+    "FOLB, then PoC": {
+        "weighting": "FOLB",
+        "select_epoch": parts.Top(4),
+        "round_weighting": "PowerOfChoice",
+        "select_round": parts.Top(1),
+    },
+}
+
+
+def drawn_in(rounds, algorithm):
+    """The histories of 600 runs, stacked, with x after every round."""
+    problem = fs.Problem(
+        examples.quadratic, PROBLEM.samples.values, np.zeros(5), metrics={"x": lambda w, _: w}
+    )
+    runs = fs.sweep(problem, algorithm, rounds, range(600), precision="float64").runs
+    return {
+        name: np.asarray([run.history[name] for run in runs])
+        for name in ("x", "weights", "cohort", "up")
+    }
+
+
+@pytest.mark.parametrize("strategy", SELECTED.values(), ids=SELECTED.keys())
+def test_who_is_up_does_not_decide_who_is_selected(strategy):
+    """Within an epoch, before any correction: weights times η/q are 1 in all, on average, in every
+    round, and line 17 moves x as with everyone up."""
+    found = drawn_in(4, fs.PPBC(0.05, availability=OFTEN, epoch_length=10, **strategy))
+    up = np.take_along_axis(found["up"], found["cohort"], axis=2) / OFTEN[found["cohort"]]
+    heard = np.sum(found["weights"] * up, axis=2)
+    error = heard.std(axis=0) / np.sqrt(len(heard))
+    assert (np.abs(heard.mean(axis=0) - 1) < 4 * error).all()
+    assert (error > 0.01).all()
+
+    slopes = np.asarray([grad(np.zeros(5)) for grad in GRADS])
+    expected = np.zeros_like(found["x"][:, 0])
+    for column in range(found["cohort"].shape[2]):
+        who, own = found["cohort"][:, 0, column], found["weights"][:, 0, column]
+        expected -= 0.05 * own[:, None] * slopes[who]
+    apart = found["x"][:, 0] - expected
+    assert (np.abs(apart.mean(axis=0)) < 4 * apart.std(axis=0) / np.sqrt(len(apart))).all()
 
 
 STRATEGIES = {
@@ -228,6 +269,34 @@ def test_as_in_the_authors_code():
     assert run.history["bytes_up_total"][-1] == 4 * (15 * 5 * 8 + 6 * 8)
 
 
+def test_the_released_codes_surrogate():
+    """θ times what this epoch left out so far, from the second epoch on, and no jump."""
+    theta, q = 0.2, 0.7
+    algorithm = fs.PPBC(
+        0.1,
+        momentum=theta,
+        weighting="GradientNorm",
+        select_epoch=parts.Top(2),
+        epoch_length=3,
+        counting="uniform",
+        surrogate="current",
+        availability=q,
+    )
+    run = fs.solve(PROBLEM, algorithm, rounds=12, precision="float64")
+    x = np.zeros(5)
+    for k in range(4):
+        chosen = np.argsort([-np.linalg.norm(grad(x)) for grad in GRADS])[:2]
+        left_out = np.zeros(5)
+        for h in range(3):
+            v = np.asarray([grad(x) for grad in GRADS]) * run.history["up"][3 * k + h, :, None] / q
+            left_out += (1 - theta) * (v.sum(axis=0) - v[chosen].sum(axis=0)) / 6
+            update = (1 - theta) * v[chosen].sum(axis=0) / 6 + (theta * left_out if k else 0)
+            x = x - 0.1 * update
+    np.testing.assert_allclose(run.params, x, atol=1e-12)
+    np.testing.assert_array_equal(run.history["messages"], run.history["up"].sum(axis=1))
+    assert not run.state.server.previous.any()
+
+
 def test_epochs_have_the_papers_law():
     algorithm = fs.PPBC(0.01, epoch_end=0.3)
     keys = jax.random.split(jax.random.key(0), 4000)
@@ -256,6 +325,22 @@ def test_weights_are_capped_by_an_exact_projection():
             np.testing.assert_allclose(found, np.clip(weights - low, 0, most), atol=1e-10)
 
 
+@pytest.mark.parametrize("select_round", [None, parts.Random(3)])
+def test_the_cap_holds_after_selection(select_round):
+    """Weights of those selected sum to 1 again, and none is above α/M for it."""
+    algorithm = fs.PPBC(
+        0.05,
+        weighting="GradientNorm",
+        select_epoch=parts.Top(4),
+        select_round=select_round,
+        cap=2.0,
+    )
+    weights = fs.solve(PROBLEM, algorithm, rounds=20, precision="float64").history["weights"]
+    np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-12)
+    assert weights.max() <= 2 / 6 + 1e-12
+    assert weights.min() >= 0
+
+
 def test_momentum_out_of_proportion_gets_a_sentence():
     with pytest.warns(UserWarning, match=r"momentum 0.1 is out of proportion .* at most 0.02"):
         fs.PPBC(0.01, momentum=0.1)
@@ -275,6 +360,11 @@ BAD = {
     "no round": (lambda: fs.PPBC(0.1, round_weighting="FOLB"), "round_weighting says whom"),
     "counting": (lambda: fs.PPBC(0.1, counting="twice"), 'must be "weights" or "uniform"'),
     "cap": (lambda: fs.solve(PROBLEM, fs.PPBC(0.1, cap=9.0), 2), "cap must be from 1 to the 6"),
+    "surrogate": (lambda: fs.PPBC(0.1, surrogate="next"), 'must be "previous" or "current"'),
+    "narrow": (
+        lambda: fs.solve(PROBLEM, fs.PPBC(0.1, select_epoch=parts.Top(2), cap=2.0), 2),
+        "2 clients of weight at most cap/6 cannot sum to 1: cap must be at least 3",
+    ),
     "too many": (
         lambda: fs.solve(PROBLEM, fs.PPBC(0.1, select_round=parts.Top(9)), 2),
         "select_round.count is 9, but there are only 6 clients",

@@ -83,8 +83,9 @@ class FedAlt(FedAvg):
         def shared(w: Vector, key: Key[Array, ""]) -> Vector:
             return self.shared_slope(client, w, personal, key)
 
+        steps, optimizer = self.local_steps, self.local_optimizer
         return personal, descend(
-            shared, client.w, self.local_steps, shared_key, step_size, self.local_optimizer
+            shared, client.w, steps, shared_key, step_size, optimizer, client.round
         )
 
     def steps(self, client: Client) -> tuple[Any, Any]:

@@ -71,6 +71,10 @@ class Averaging(Participating):
         fed.publish(self.downlink(x - fed.w, key))
         return x
 
+    def reach(self, round: Any) -> Any:
+        """How far a client went for each unit of its pseudo-gradient."""
+        return at(self.step_size, round) if self.local_optimizer is None else 1.0
+
     def travel(self, client: Client, direction: Direction) -> tuple[Vector, Vector]:
         """On a client: the pseudo-gradient of its local steps, and the sum of their directions."""
         steps, optimizer = self.local_steps, self.local_optimizer

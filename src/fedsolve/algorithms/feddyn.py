@@ -12,6 +12,8 @@ Client k minimises f_k(v) − ⟨h_k, v⟩ + (α/2)‖v − w‖² from v = w, a
 which is ∇f_k(v_k) where that was done exactly. The server, over the participants S of M clients:
 
     h ← h − (α/M) Σ_{k in S} (v_k − w),    w ← mean_{k in S} v_k − h/α
+
+With a `local_optimizer` the server goes only `step_size` of the way from w to the mean.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class FedDyn(Averaging):
         drawn = self.draw(fed, to_sample)
         answers = fed.ask(self.improve, drawn.cohort, when=drawn.available)
         step_size, alpha = at(self.step_size, fed.round), self.regularization
-        update = answers.mean(drawn.weights)  # (w − v_k)/step_size, on average
-        dual = server + alpha * step_size * answers.sum() / fed.clients
+        update = answers.mean(drawn.weights)  # (w − v_k)/reach, on average
+        dual = server + alpha * self.reach(fed.round) * answers.sum() / fed.clients
         moved = fed.w - step_size * update - dual / alpha
         x = fed.project(jnp.where(answers.any(), moved, fed.w))
         fed.publish(self.downlink(x - fed.w, to_compress))
@@ -85,7 +87,7 @@ class FedDyn(Averaging):
             return client.grad(v, key) - kept.dual + alpha * (v - client.w)
 
         total, _ = self.travel(client, direction)
-        dual = kept.dual + alpha * at(self.step_size, client.round) * total
+        dual = kept.dual + alpha * self.reach(client.round) * total
         key = jax.random.fold_in(client.key, self.local_steps)
         residual, packet = with_feedback(self.uplink, kept.residual, total, key)
         return Kept(dual, residual), packet

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Key
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.errors import InvalidInput
 from fedsolve.feedback import no_residual, with_feedback
-from fedsolve.fields import Scalar, at, check_positive, scalar
+from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.packets import Packet
 from fedsolve.problem import Client, Problem
 
@@ -81,9 +81,7 @@ class MOON(FedAvg):
             return client.objective(v, key) + self.contrast * (weights @ against)
 
         total, _ = self.travel(client, jax.grad(loss))
-        previous = client.w - at(self.step_size, client.round) * total
-        if self.local_optimizer is not None:
-            previous = client.w - total  # the step size is the server's
+        previous = client.w - self.reach(client.round) * total
         key = jax.random.fold_in(client.key, self.local_steps)
         residual, packet = with_feedback(self.uplink, kept.residual, total, key)
         return Kept(previous, residual), packet

@@ -13,7 +13,7 @@ or, with weights that are the problem's own (`Strategic`), Σ p_m f_m(x): p_m is
 | `momentum` | θ | `"theory"`: γLp²/2, Theorem 3.2 |
 | `epoch_end` | p | iterations of an epoch: H ~ Geom(p), P(H = j) = p(1 − p)^j, j ≥ 0 |
 | `weighting`, `cap` | π, α | weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M} |
-| `select_epoch`, `select_round` | R̂, R̃ | |
+| `select_epoch`, `select_round` | R̂, R̃ | what they leave is projected onto the capped set, too |
 | `availability` | η_m, q_m | with it, this is PPBC+ |
 | `previous` | g^{k−1,H} | the last epoch's surrogates, added up |
 | `gathered` | Σ_h (1/M) ∇f_m | kept by client m, over this epoch |
@@ -27,6 +27,11 @@ A round that ends an epoch (`epoch_end` in the history; `epochs` counts them) al
 one's first move, line 7; its parameters are the next epoch's start x^{k,0}, where the theorems
 hold: measure there.
 Empty epochs (H = 0) need no round of their own: all they do is to forget `previous`.
+
+In PPBC+ a gradient counts η_m/q_m, which keeps the expectation of line 17 only if π̃ does not depend
+on this round's η. So weights are asked for when an epoch begins, of all clients: all of them were
+reached just before, for their surrogates. R̃ of Algorithm 2 is the outage itself; a `select_round`
+comes on top, and draws by what was known at the epoch's start, whoever is up.
 """
 
 from __future__ import annotations
@@ -79,6 +84,7 @@ class Memory(NamedTuple):
     cohort: Any  # None: everyone
     weights: Float[Array, " c"]  # of the cohort, not made to sum to 1
     round_weighting: PyTree
+    scores: Float[Array, " n"] | None  # by it, from the epoch's start; None if asked every round
     round_selection: PyTree
     availability: PyTree
 
@@ -107,8 +113,10 @@ class PPBC(Participating):
     - `availability` makes it PPBC+: gradients count 1/q_m while a client is up.
     - `correction=False` leaves out all that PPBC adds: FedAvg with the same strategy.
     - As in the authors' code: `epoch_length` (a fixed number of iterations, in place of
-      `epoch_end`) and `counting="uniform"` (whoever is selected counts 1/M, so that weights do not
-      sum to 1).
+      `epoch_end`), `counting="uniform"` (whoever is selected counts 1/M, so that weights do not sum
+      to 1) and `surrogate="current"`: θ multiplies what this epoch left out so far, from the second
+      epoch on, and nothing is made up for at its end. For that the server hears all clients in
+      every round: it is no partial participation.
 
     `messages` in the history counts what devices sent to the server as the paper counts it: a
     gradient or a surrogate is one, what a weighting asks is none.
@@ -132,6 +140,7 @@ class PPBC(Participating):
     local_optimizer: Optimizer | None = optimizer_field()
     epoch_length: int | None = static(None)
     counting: str = static("weights")
+    surrogate: str = static("previous")
     correction: bool = static(True)
 
     def __check_init__(self):
@@ -142,6 +151,10 @@ class PPBC(Participating):
             check_count("epoch_length", self.epoch_length)
         if self.counting not in ("weights", "uniform"):
             raise InvalidInput(f'counting must be "weights" or "uniform", got {self.counting!r}.')
+        if self.surrogate not in ("previous", "current"):
+            raise InvalidInput(
+                f'surrogate must be "previous" or "current", got {self.surrogate!r}.'
+            )
         if self.participants is not None or self.selection is not None:
             raise InvalidInput(
                 "PPBC selects twice: give select_epoch and select_round in place of participants "
@@ -172,6 +185,11 @@ class PPBC(Participating):
             )
 
     @property
+    def keeps(self) -> bool:
+        """Whether clients keep what the selection leaves out of their gradients."""
+        return self.correction and self.surrogate == "previous"
+
+    @property
     def selecting(self) -> Selection:
         return self.select_epoch
 
@@ -183,6 +201,14 @@ class PPBC(Participating):
             check_count("select_round.count", self.select_round.size, most=problem.n)
         if isinstance(self.cap, float) and not 1 <= self.cap <= problem.n:
             raise InvalidInput(f"cap must be from 1 to the {problem.n} clients, got {self.cap:g}.")
+        sizes = [rule.size for rule in (self.select_epoch, self.select_round) if rule is not None]
+        fewest = min([size for size in sizes if size is not None], default=problem.n)
+        weighed = isinstance(self.cap, float) and self.counting == "weights"
+        if weighed and fewest * self.cap < problem.n:
+            raise InvalidInput(
+                f"{fewest} clients of weight at most cap/{problem.n} cannot sum to 1: cap must be "
+                f"at least {problem.n / fewest:g}."
+            )
 
     # On the server
 
@@ -200,6 +226,7 @@ class PPBC(Participating):
             None if everyone else jnp.zeros(size, jnp.int32),
             jnp.zeros(size, w.dtype),
             None if rounds is None else rounds.init(w, clients),
+            None if rounds is None or self.availability is None else jnp.zeros(clients, w.dtype),
             None if self.select_round is None else self.select_round.init(clients),
             None if self.availability is None else self.availability.init(clients),
         )
@@ -210,31 +237,41 @@ class PPBC(Participating):
         to_select, to_end = jax.random.split(key)
         up, after = self.draw_available(fed, jax.random.fold_in(to_select, 1))
         fed.participation = fed.participation._replace(availability=after)
-        self.choose_epoch(fed, server.done == 0, up, to_select)
-        cohort, share = self.choose_round(fed, up, to_select)
+        begins = server.done == 0
+        self.choose_epoch(fed, begins, to_select)
+        cohort, share = self.choose_round(fed, begins, to_select)
+        gamma, theta = at(self.step_size, fed.round), self.theta(fed.round)
 
         when = (share > 0) & (up if up is True else up[jnp.asarray(cohort)])
-        if self.correction:
+        previous = carried = server.previous
+        if self.keeps:
             fed.ask(self.work, _everyone(fed), server.epoch, when=up)
             answers = fed.ask(self.send, cohort, when=when)
+            heard = answers.sum(share)
+        elif self.correction:  # `previous` is this epoch's own, and the server adds it up
+            answers = fed.ask(self.improve, _everyone(fed), when=up)
+            heard = answers.sum(jnp.zeros(fed.clients, share.dtype).at[cohort].set(share))
+            previous = previous + (1 - theta) * (answers.sum() / fed.clients - heard)
+            carried = jnp.where(server.epoch > 0, previous, 0)
         else:
             answers = fed.ask(self.improve, cohort, when=when)
-        heard = answers.sum(share)
-        gamma, theta = at(self.step_size, fed.round), self.theta(fed.round)
-        update = (1 - theta) * heard + theta * server.previous
+            heard = answers.sum(share)
+        update = (1 - theta) * heard + theta * carried
         x = fed.project(server.x - gamma * update)
         self.learn(fed, update)
 
-        done, sent, previous = server.done + 1, server.sent + heard, server.previous
+        done, sent = server.done + 1, server.sent + heard
         ends, empty = self.ends(done, to_end)
         messages = answers.count
-        if self.correction:
+        if self.keeps:
             surrogates = fed.ask(self.tell, _everyone(fed), server.epoch, when=ends)
             gathered = self.target(fed, surrogates)
             left_out = (1 - theta) * jnp.where(surrogates.any(), gathered - sent, 0)
             x = jnp.where(ends, fed.project(x - gamma * left_out), x)
             previous = jnp.where(ends, jnp.where(empty, 0, left_out), previous)
             messages += surrogates.count
+        else:
+            previous = jnp.where(ends, 0, previous)
         fed.publish(Identity()(x - fed.w))
         total = server.messages + messages
         epoch, sent, done = server.epoch + ends, jnp.where(ends, 0, sent), jnp.where(ends, 0, done)
@@ -263,24 +300,25 @@ class PPBC(Participating):
         ends, empty = jax.random.bernoulli(key, self.epoch_end, (2,))
         return ends, empty
 
-    def choose_epoch(self, fed: Federation, begins: Any, up: Any, key: Key[Array, ""]) -> None:
-        """π̂ = R̂(π), if an epoch begins (lines 4, 5)."""
+    def choose_epoch(self, fed: Federation, begins: Any, key: Key[Array, ""]) -> None:
+        """π̂ = R̂(π), if an epoch begins (lines 4, 5). All clients can be asked then."""
         old, n = fed.participation, fed.clients
-        weights, wanted = self.weigh(fed, begins & up, key)
+        weights, wanted = self.weigh(fed, begins, key)
         if self.cap is not None:
             free = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
             weights = project_capped(free, jnp.asarray(self.cap) / n)
         cohort, turn = self.select_epoch.select(weights, n, old.selection, key)
+        own = _counts(self.select_epoch, weights, cohort, fed.w.dtype)
         new = old._replace(
             weighting=wanted,
             selection=turn,
             cohort=None if old.cohort is None else cohort,
-            weights=_counts(self.select_epoch, weights, cohort, fed.w.dtype),
+            weights=own if self.cap is None else self.shares(own, n),
         )
         fed.participation = jax.tree.map(lambda a, b: jnp.where(begins, a, b), new, old)
 
     def choose_round(
-        self, fed: Federation, up: Any, key: Key[Array, ""]
+        self, fed: Federation, begins: Any, key: Key[Array, ""]
     ) -> tuple[Cohort, Float[Array, " m"]]:
         """π̃ = R̃(π̂): who sends in this round, and what each counts (line 10)."""
         memory = fed.participation
@@ -288,27 +326,45 @@ class PPBC(Participating):
         own = memory.weights
         if self.select_round is not None:
             chosen = jnp.zeros(fed.clients, own.dtype).at[cohort].set(own)
-            scores, wanted = chosen, None
+            scores = chosen
             if self.round_weighting is not None:
-                scores, wanted = self.round_weighting.weigh(
-                    fed,
-                    Methods(self.assess_round, self.tell_size),
-                    memory.round_weighting,
-                    (chosen > 0) & up,
-                    jax.random.fold_in(key, 4),
-                )
-                scores = jnp.where(chosen > 0, 1.0 if scores is None else scores, 0)
+                scores = jnp.where(chosen > 0, self.score(fed, begins, chosen > 0, key), 0)
+            memory = fed.participation
             cohort, turn = self.select_round.select(
                 scores, fed.clients, memory.round_selection, jax.random.fold_in(key, 5)
             )
             own = jnp.where(scores[cohort] > 0, chosen[cohort], 0)
             if self.select_round.counts_equally:
                 own = (own > 0).astype(own.dtype)
-            fed.participation = memory._replace(round_weighting=wanted, round_selection=turn)
+            fed.participation = memory._replace(round_selection=turn)
         if self.counting == "uniform":
             return cohort, (own > 0).astype(own.dtype) / fed.clients
+        return cohort, self.shares(own, fed.clients)
+
+    def score(self, fed: Federation, begins: Any, wanted: Any, key: Key[Array, ""]) -> Any:
+        """What the round's weighting says of those wanted; with an availability, what it said when
+        all of them could be asked."""
+        rule, memory = self.round_weighting, fed.participation
+        assert rule is not None
+        sure = self.availability is None
+        asked = wanted if sure else wanted & begins
+        methods = Methods(self.assess_round, self.tell_size)
+        own = jax.random.fold_in(key, 4)
+        scores, known = rule.weigh(fed, methods, memory.round_weighting, asked, own)
+        scores = jnp.ones(fed.clients, fed.w.dtype) if scores is None else scores
+        if not sure:
+            scores = jnp.where(begins, scores, memory.scores)
+        fed.participation = memory._replace(round_weighting=known, scores=None if sure else scores)
+        return scores
+
+    def shares(self, own: Float[Array, " c"], clients: int) -> Float[Array, " c"]:
+        """What those selected count: made to sum to 1 and, if there is a cap, projected below it.
+        Who had no weight gets some only if the others cannot have it all."""
         total = jnp.sum(own)
-        return cohort, own / jnp.where(total > 0, total, 1)
+        own = own / jnp.where(total > 0, total, 1)
+        if self.cap is None:
+            return own
+        return project_capped(jnp.where(own > 0, own, -2), jnp.asarray(self.cap) / clients)
 
     def learn(self, fed: Federation, direction: Vector) -> None:
         super().learn(fed, direction)
@@ -321,7 +377,7 @@ class PPBC(Participating):
 
     def init_client(self, w: Vector) -> Kept | None:
         zero = jnp.zeros_like(w)
-        return Kept(zero, zero, jnp.int32(-1)) if self.correction else None
+        return Kept(zero, zero, jnp.int32(-1)) if self.keeps else None
 
     def work(self, client: Client, kept: Kept, epoch: Int[Array, ""]) -> tuple[Kept, None]:
         latest = self.pseudo_gradient(client)
