@@ -92,6 +92,7 @@ class State(eqx.Module):
     up: Bytes  # all that was sent so far, in both directions
     down: Bytes
     messages: Bytes  # how many that were
+    updates: Bytes  # answers with more than numbers in them
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
     seconds: Seconds | None  # of simulated time so far, where there is a clock
 
@@ -124,6 +125,7 @@ class State(eqx.Module):
             up=Bytes.zero(),
             down=Bytes.zero(),
             messages=Bytes.zero(),
+            updates=Bytes.zero(),
             fault=jnp.full(3, -1, jnp.int32),
             seconds=Seconds.zero() if timed else None,
         )
@@ -179,7 +181,8 @@ class Federation:
     def __init__(self, problem: Problem, state: State, setting: Setting | None = None):
         self.w = state.w
         self.round = state.round
-        self.up, self.down, self.messages = Bytes.zero(), Bytes.zero(), Bytes.zero()
+        self.up, self.down = Bytes.zero(), Bytes.zero()
+        self.messages, self.updates = Bytes.zero(), Bytes.zero()
         self.exchanges: list[str] = []  # names of the methods asked, in order
         self._problem = problem
         self._state = state
@@ -258,11 +261,13 @@ class Federation:
             up=before.up + self.up,
             down=before.down + self.down,
             messages=before.messages + self.messages,
+            updates=before.updates + self.updates,
             fault=jnp.where(broken, here, self._fault),
             seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
         )
         spent = {"bytes_up": self.up, "bytes_down": self.down}
         spent |= {"bytes_up_total": state.up, "bytes_down_total": state.down}
+        spent |= {"messages": self.updates, "messages_total": state.updates}
         spent |= {"messages_both_ways": state.messages}
         error = algorithm.compression_error(server, self.w)
         spent |= {} if error is None else {"compression_error": error}
@@ -330,6 +335,8 @@ class Federation:
         missed = self._missed(question.cohort)
         self.down = self.down.plus_all(jnp.where(asked, missed, np.uint32(0)))
         self.messages = self.messages.plus(jnp.sum(asked), 1).plus(jnp.sum(arrived), 1)
+        if any(np.ndim(leaf) > 1 for leaf in jax.tree.leaves(values)):
+            self.updates = self.updates.plus(jnp.sum(arrived), 1)
         # The server learns that a client is up to date from its answer, not from having asked.
         self._seen = jax.tree.map(
             lambda all, new: all.at[rows].set(jnp.where(arrived, new, all[rows])),

@@ -49,6 +49,7 @@ AXES = {
     "seconds_total": "Simulated time (s)",
     "bytes_up_total": "Bytes sent up",
     "bytes_down_total": "Bytes sent down",
+    "messages_total": "Messages from devices",
     "messages_both_ways": "Messages",
 }
 BINS = 200  # of rounds in a heat map

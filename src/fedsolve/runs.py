@@ -33,6 +33,8 @@ class Run:
       what they count: `weighted_objective`, Σ p_i f_i, is what is minimised); `bytes_up` and
       `bytes_down` are what all participants sent and received in it, `…_total` since the start;
       with a clock, `seconds` and `seconds_total` are the time that this would have taken.
+      `messages` counts what devices sent to the server as PPBC's paper does: answers with a vector
+      in them, not those that are a number (a loss, a norm).
       `messages_both_ways` counts questions and answers. `compression_error`: ‖x − w‖ / ‖x‖, how
       far the clients' w is from the server's x where the downlink is compressed. `uplink_error`:
       η‖(1/n) Σ e_j‖ / ‖w‖, how far w would move if clients sent what a biased uplink holds back

@@ -72,7 +72,6 @@ class Server(eqx.Module):
     sent: Vector
     epoch: Int[Array, ""]
     done: Int[Array, ""]  # iterations of this epoch
-    messages: Int[Array, ""]  # from devices to the server, all so far
 
 
 class Memory(NamedTuple):
@@ -117,9 +116,6 @@ class PPBC(Participating):
       to 1) and `surrogate="current"`: θ multiplies what this epoch left out so far, from the second
       epoch on, and nothing is made up for at its end. For that the server hears all clients in
       every round: it is no partial participation.
-
-    `messages` in the history counts what devices sent to the server as the paper counts it: a
-    gradient or a surrogate is one, what a weighting asks is none.
     """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
@@ -214,7 +210,7 @@ class PPBC(Participating):
 
     def init(self, w: Vector) -> Server:
         zero = jnp.zeros_like(w)
-        return Server(w, zero, zero, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        return Server(w, zero, zero, jnp.int32(0), jnp.int32(0))
 
     def init_participation(self, w: Vector, clients: int) -> Memory:
         everyone = isinstance(self.select_epoch, Everyone)
@@ -251,7 +247,7 @@ class PPBC(Participating):
         elif self.correction:  # `previous` is this epoch's own, and the server adds it up
             answers = fed.ask(self.improve, _everyone(fed), when=up)
             heard = answers.sum(jnp.zeros(fed.clients, share.dtype).at[cohort].set(share))
-            previous = previous + (1 - theta) * (answers.sum() / fed.clients - heard)
+            previous = previous + (1 - theta) * (self.target(fed, answers) - heard)
             carried = jnp.where(server.epoch > 0, previous, 0)
         else:
             answers = fed.ask(self.improve, cohort, when=when)
@@ -262,24 +258,20 @@ class PPBC(Participating):
 
         done, sent = server.done + 1, server.sent + heard
         ends, empty = self.ends(done, to_end)
-        messages = answers.count
         if self.keeps:
             surrogates = fed.ask(self.tell, _everyone(fed), server.epoch, when=ends)
             gathered = self.target(fed, surrogates)
             left_out = (1 - theta) * jnp.where(surrogates.any(), gathered - sent, 0)
             x = jnp.where(ends, fed.project(x - gamma * left_out), x)
             previous = jnp.where(ends, jnp.where(empty, 0, left_out), previous)
-            messages += surrogates.count
         else:
             previous = jnp.where(ends, 0, previous)
         fed.publish(Identity()(x - fed.w))
-        total = server.messages + messages
         epoch, sent, done = server.epoch + ends, jnp.where(ends, 0, sent), jnp.where(ends, 0, done)
-        now = Server(x, previous, sent, epoch, done, total)
+        now = Server(x, previous, sent, epoch, done)
         info = {"cohort": cohort, "weights": share, "epoch_end": ends, "epochs": epoch}
         info |= self.weighting.info(fed.participation.weighting)
-        info |= {} if up is True else {"up": up}
-        return now, info | {"messages": messages, "messages_total": total}
+        return now, info | ({} if up is True else {"up": up})
 
     def target(self, fed: Federation, replies: Replies) -> Vector:
         """(1/M) Σ of what all clients said, or Σ p_m."""
