@@ -17,7 +17,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAPERS = {  # every figure and table that the papers have
     "fedsgm": (7, 2),
     "fedsgm-unbiased": (1, 0),
-    "ppbc": (8, 6),
+    "ppbc": (9, 6),
     "incentfedavg": (2, 0),
     "fedadmm": (5, 1),
 }
