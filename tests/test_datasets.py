@@ -180,6 +180,12 @@ def test_food101_from_its_pictures(home):
     np.testing.assert_allclose(data.train["x"][0].mean(axis=(0, 1)), [0, 0, 250], atol=6)
     np.testing.assert_allclose(data.test["x"][0].mean(axis=(0, 1)), [0, 250, 0], atol=6)
 
+    problem = fs.problems.images("food101", hidden=4, clients=1, batch_size=1, augment=True)
+    assert problem.size == (64 * 64 * 3 + 1) * 4 + 5 * 2  # as many scores as there are classes
+    assert fs.solve(problem, fs.FedAvg(0.01), rounds=1).history["test_accuracy"][0] in (0, 1)
+    few = fs.problems.images("food101", hidden=4, clients=1, samples=1)
+    assert few.samples.values["y"].shape == (1, 1)
+
     del members["food-101/images/waffles/2.jpg"]
     home("food101", {"less.tar.gz": archive(members)}, md5=plain_md5)
     (datasets.cache() / "food101/food101.npz").unlink()

@@ -69,6 +69,28 @@ def test_the_networks_are_those_of_the_paper(folder):
     assert 2 < placed.value(placed.start(), first) < 3  # about log 10 before any learning
 
 
+@examples.needs_data("mnist")
+@examples.needs_data("cifar10")
+def test_training_starts_from_a_file_with_a_new_last_layer(folder, tmp_path):
+    few = {"clients": 2, "samples": 20, "hidden": 8}
+    trained = fs.problems.images("cifar10", seed=1, **few).params
+    fs.models.save(trained, tmp_path / "network.safetensors")
+    fresh = fs.problems.images("cifar10", seed=2, **few).params
+    tuned = fs.problems.images(
+        "cifar10", seed=2, weights=str(tmp_path / "network.safetensors"), **few
+    ).params
+    for name in ("weight", "bias"):
+        own, others, new = (
+            [getattr(layer, name) for layer in (model.first, model.head)]
+            for model in (tuned, trained, fresh)
+        )
+        np.testing.assert_array_equal(own[0], others[0])
+        np.testing.assert_array_equal(own[1], new[1])
+        assert (np.asarray(own[0]) != np.asarray(new[0])).any()
+    with pytest.raises(fs.InvalidInput, match=r"network.safetensors"):
+        fs.problems.images("mnist", weights=str(tmp_path / "network.safetensors"), **few)
+
+
 def test_bad_images_get_a_sentence():
     with pytest.raises(fs.InvalidInput, match="model must be one of"):
         fs.problems.images(model="transformer")

@@ -5,7 +5,7 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve.plots import participation
+from fedsolve.plots import participation, plot
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,12 @@ def test_fonts_are_as_one_says(swept, tmp_path):
     assert b"DejaVuSerif" in (tmp_path / "x.pdf").read_bytes()
     with pytest.raises(fs.InvalidInput, match=r"'font' is no setting of matplotlib's"):
         swept[0].plot(style={"font": "serif"})
+
+
+def test_a_long_legend_fits_into_the_picture(swept, tmp_path):
+    figure = plot({f"algorithm {k}": swept.runs[:1] for k in range(15)}, tmp_path / "long.png")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y0 >= 0
 
 
 def test_shares_of_rounds_are_by_bins():

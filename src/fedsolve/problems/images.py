@@ -37,8 +37,8 @@ Pictures = dict[str, Shaped[Array, "s ..."]]  # x, y, and a mask if clients diff
 MODELS: dict[str, Callable[..., Network]] = {
     "mlp": models.MLP,
     "cnn": models.CNN,
-    "small_cnn": lambda shape, width=16, hidden=64, *, key: models.CNN(
-        shape, width=width, hidden=hidden, side=5, key=key
+    "small_cnn": lambda shape, classes, width=16, hidden=64, *, key: models.CNN(
+        shape, classes, width=width, hidden=hidden, side=5, key=key
     ),
     "resnet18": models.ResNet18,
     "vit": models.VisionTransformer,
@@ -46,6 +46,7 @@ MODELS: dict[str, Callable[..., Network]] = {
 SIZES = {"mlp": ("hidden",), "cnn": ("width", "hidden"), "small_cnn": ("width", "hidden")}
 SIZES |= {"resnet18": ("width",), "vit": ("width",)}
 PARTITIONS = ("equal", "iid", "two_groups", "uneven")
+DATASETS = ("mnist", "cifar10", "food101")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +176,10 @@ def images(
     weights: str | Path | None = None,
     seed: int = 0,
 ) -> Images:
-    """MNIST or CIFAR-10 over clients, classified by a network.
+    """MNIST, CIFAR-10 or Food-101 over clients, classified by a network.
 
-    - `dataset`: `"mnist"` or `"cifar10"`; the first `samples` of each of its parts, all if None.
+    - `dataset`: `"mnist"`, `"cifar10"` or `"food101"` (64×64); the first `samples` of each of its
+      parts, all if None (Food-101, which is sorted by class, is shuffled before that).
     - `model`: `"mlp"`, `"cnn"` (filters of 3×3), `"small_cnn"` (of 5×5), `"resnet18"` or `"vit"`.
       `hidden` units and `width` (channels) are the model's own where they are None.
     - `partition`: `"equal"` (one size, classes of each client by Dirichlet(`alpha`)), or those of
@@ -202,11 +204,11 @@ def images(
         check_count(name, size)
         if name not in SIZES[model]:
             raise InvalidInput(f"{model} has no {name}; it has {', '.join(SIZES[model])}.")
-    train, test = _pictures(dataset, samples)
+    train, test, classes = _pictures(dataset, samples)
     train, held = _held_out(train, validation, seed)
     own = partitions.take(train, _parts(train["y"], partition, clients, alpha, seed))
     alike = len({len(part["y"]) for part in own}) == 1
-    network = MODELS[model](train["x"].shape[1:], key=jax.random.key(seed), **sizes)
+    network = MODELS[model](train["x"].shape[1:], classes, key=jax.random.key(seed), **sizes)
     if weights is not None:
         network = models.load(network, Path(weights), fresh=["head"])
     look = compute, standardize
@@ -235,26 +237,30 @@ def discovery_game(
 ) -> Game:
     """The game of the clients of `images` (give both the same): random discovery of their classes,
     a linear cost with θ_i uniform in [0, ‖q_i‖²], from one sample to all that a client has."""
-    train, _ = _pictures(dataset, samples)
+    train, _, classes = _pictures(dataset, samples)
     own = _deal(train["y"], clients, alpha, seed)
-    Q = class_distributions([train["y"][rows] for rows in own], classes=10)
+    Q = class_distributions([train["y"][rows] for rows in own], classes=classes)
     theta = np.random.default_rng(cost_seed).uniform(0, (Q**2).sum(axis=1))
     upper = [len(rows) for rows in own]
     return Game(RandomDiscovery(Q), LinearCost(theta), np.ones(clients), upper, regularization)
 
 
-def _pictures(dataset: str, samples: int | None) -> tuple[Arrays, Arrays]:
-    if dataset not in ("mnist", "cifar10"):
-        raise InvalidInput(f'dataset must be "mnist" or "cifar10", got {dataset!r}.')
+def _pictures(dataset: str, samples: int | None) -> tuple[Arrays, Arrays, int]:
+    """Training and test images, and how many classes there are."""
+    if dataset not in DATASETS:
+        raise InvalidInput(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}.")
     data = load(dataset)
     if samples is not None:
         check_count("samples", samples)
 
     def shaped(part: Arrays) -> Arrays:
+        rows: Any = slice(samples)
+        if dataset == "food101" and samples is not None:
+            rows = np.random.default_rng(0).permutation(len(part["y"]))[:samples]
         x = part["x"] if part["x"].ndim == 4 else part["x"][..., None]
-        return {"x": x[:samples], "y": part["y"][:samples].astype(np.uint8)}
+        return {"x": x[rows], "y": part["y"][rows].astype(np.uint8)}
 
-    return shaped(data.train), shaped(data.test)
+    return shaped(data.train), shaped(data.test), len(data.names["y"])
 
 
 def _held_out(train: Arrays, share: Any, seed: int) -> tuple[Arrays, Arrays | None]:
