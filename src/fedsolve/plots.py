@@ -96,7 +96,7 @@ def plot(
         crowded = alone and single and len(groups) > 3
         beside = 1.6 if crowded else 0.2
         each = 3.4 if width is None else max((width - beside) / across, 1.0)
-        legend = 0.2 + 0.2 * len(groups) if crowded else 0.0  # inches, a line each
+        legend = 0.4 + 0.2 * len(groups) if crowded else 0.0  # inches, a line each
         size = (each * across + beside, max((0.5 + 0.62 * each) * rows + 0.1, legend))
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
