@@ -180,11 +180,11 @@ SELECTED = {
 
 
 def drawn_in(rounds, algorithm):
-    """The histories of 600 runs, stacked, with x after every round."""
+    """The histories of 300 runs, stacked, with x after every round."""
     problem = fs.Problem(
         examples.quadratic, PROBLEM.samples.values, np.zeros(5), metrics={"x": lambda w, _: w}
     )
-    runs = fs.sweep(problem, algorithm, rounds, range(600), precision="float64").runs
+    runs = fs.sweep(problem, algorithm, rounds, range(300), precision="float64").runs
     return {
         name: np.asarray([run.history[name] for run in runs])
         for name in ("x", "weights", "cohort", "up")

@@ -195,15 +195,19 @@ class PPBC(Participating):
             self.round_weighting.check(problem)
         if self.select_round is not None and self.select_round.size is not None:
             check_count("select_round.count", self.select_round.size, most=problem.n)
-        if isinstance(self.cap, float) and not 1 <= self.cap <= problem.n:
-            raise InvalidInput(f"cap must be from 1 to the {problem.n} clients, got {self.cap:g}.")
-        sizes = [rule.size for rule in (self.select_epoch, self.select_round) if rule is not None]
-        fewest = min([size for size in sizes if size is not None], default=problem.n)
-        weighed = isinstance(self.cap, float) and self.counting == "weights"
-        if weighed and fewest * self.cap < problem.n:
+        if isinstance(self.cap, float):
+            self._check_cap(self.cap, problem.n)
+
+    def _check_cap(self, cap: float, clients: int) -> None:
+        if not 1 <= cap <= clients:
+            raise InvalidInput(f"cap must be from 1 to the {clients} clients, got {cap:g}.")
+        rules = (self.select_epoch, self.select_round)
+        sizes = [rule.size for rule in rules if rule is not None and rule.size is not None]
+        fewest = min(sizes, default=clients)
+        if self.counting == "weights" and fewest * cap < clients:
             raise InvalidInput(
-                f"{fewest} clients of weight at most cap/{problem.n} cannot sum to 1: cap must be "
-                f"at least {problem.n / fewest:g}."
+                f"{fewest} clients of weight at most cap/{clients} cannot sum to 1: cap must be at "
+                f"least {clients / fewest:g}."
             )
 
     # On the server
