@@ -119,7 +119,10 @@ def test_progress_is_told_between_evaluations_too():
     assert [entries for _, entries in seen[:-1]] == [0] * (len(seen) - 1)
 
 
-def test_ctrl_c_keeps_what_there_is():
+def test_ctrl_c_keeps_what_there_is(request):
+    # A shell that starts the tests in the background has them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     sent = []
 
     def interrupt(done, rounds, newest):
