@@ -12,7 +12,7 @@ def test_contributions_are_drawn_with_their_equilibrium():
     game = examples.contribution_game()
     problem = examples.least_squares(constrained=False)
     run = fs.solve(problem, fs.IncentFedAvg(game, 0.05, 2.0), rounds=20)
-    losses, contributions = run.plot().axes
+    losses, weighted, contributions = run.plot().axes
     assert contributions.get_title() == "Contributions $N_i$"
     solid = [line for line in contributions.lines if line.get_linestyle() == "-"]
     dashed = [line for line in contributions.lines if line.get_linestyle() == "--"]
@@ -20,7 +20,8 @@ def test_contributions_are_drawn_with_their_equilibrium():
         [line.get_ydata() for line in solid], run.history["participation"].T
     )
     np.testing.assert_allclose([line.get_ydata()[0] for line in dashed], game.equilibrium())
-    assert len(losses.lines) == 1
+    assert len(losses.lines) == len(weighted.lines) == 1
+    np.testing.assert_array_equal(weighted.lines[0].get_ydata(), run.history["weighted_objective"])
     strategic = fs.FedAvg(0.05, weighting=fs.Strategic(game, 2.0))
     np.testing.assert_allclose(strategic.limits()["participation"], game.equilibrium())
     not_monotone = fs.Game(
