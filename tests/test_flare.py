@@ -313,11 +313,14 @@ def test_the_commands_of_an_owner(tmp_path):
         wait_until((home / "done").exists, 150)
         told = map(json.loads, (home / "0/progress.jsonl").read_text().splitlines())
         assert {entry["round"] for entry in told if "round" in entry} == {*range(1, 81)}
-        assert done("stop", "--kit", admin)[0] == 0
+        status, told = done("stop", "--kit", admin)
+        assert status == 0, told
         for process in [server, *sites]:
             process.communicate(timeout=60)
     finally:
         engine.stop([process for process in started if process.poll() is None])
+        for process in started:
+            process.stdout.close()
 
 
 def test_only_what_an_owner_allows(tmp_path, monkeypatch):

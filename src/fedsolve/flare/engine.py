@@ -337,14 +337,18 @@ class Admin:
         self._do(lambda session: session.abort_job(job))
 
     def running(self, run: str) -> str | None:
-        """The job that a run has now, if any. A server that was away says for ever that its old
-        jobs run; which of them really do, its list of processes tells."""
-        alive = {job.job_id for job in self._do(lambda s: s.get_system_info()).job_info}
+        """The job that a run has now, if any."""
+        alive = self._alive()
         for job in self._do(lambda session: session.list_jobs()):
             going = job["status"] in ("DISPATCHED", "RUNNING") and job["job_id"] in alive
             if job["job_name"] == run and (going or job["status"] in ("SUBMITTED", "APPROVED")):
                 return job["job_id"]
         return None
+
+    def _alive(self) -> set[str]:
+        """Jobs that really run. A server that was away says for ever that its old ones do; its list
+        of processes tells."""
+        return {job.job_id for job in self._do(lambda s: s.get_system_info()).job_info}
 
     def news(self, job: str, since: int, make_room: bool = False) -> dict[str, Any] | None:
         """What a job has told after so many entries, and in how many rounds somebody was heard;
@@ -384,12 +388,11 @@ class Admin:
         """Ends running jobs, all sites and the server."""
         from nvflare.fuel.flare_api.api_spec import TargetType
 
-        for job in self._do(lambda session: session.list_jobs()):
-            if job["status"] == "RUNNING":
-                self.end(job["job_id"])
         end = time.monotonic() + 20
         while True:
             try:
+                for job in self._alive():
+                    self.end(job)
                 self._do(lambda session: session.shutdown(TargetType.ALL))
                 return
             except NoServer as error:
