@@ -347,7 +347,7 @@ def tables(known: dict[str, Any]) -> dict[str, str]:
             least, by = limit(found, rates)
             ratio = found["seconds"] / least
             cells = [
-                f"{found['operations'] / 1e6:.3g}",
+                _plain(found["operations"] / 1e6),
                 f"{found['bytes'] / 1e6:.3g}",
                 f"{1e3 * least:.2g}",
                 by,
@@ -359,6 +359,10 @@ def tables(known: dict[str, Any]) -> dict[str, str]:
             lines.append(f"| {name} | {' | '.join(cells)} |")
         text[shape] = "\n".join(lines)
     return text
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _machine(known: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import pytest
 import examples
 import fedsolve as fs
 import oracles
-from fedsolve.algorithms.ppbc import project_capped
+from fedsolve.domains import project_capped
 from fedsolve.federation import State
 from fedsolve.simulation import Simulation
 from fedsolve.solving import numbers_on_device

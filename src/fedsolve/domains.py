@@ -10,7 +10,9 @@ import math
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
@@ -118,3 +120,28 @@ class Simplex(Domain):
 
     def lowest(self, slope: Float[Array, " d"]) -> Any:
         return self.total * jnp.min(slope)
+
+
+def project_capped(
+    weights: Float[Array, " n"], most: Float[Array, ""] | float
+) -> Float[Array, " n"]:
+    """The nearest point of {π ≥ 0, Σπ = 1, π ≤ most}: clip(π − τ, 0, most), with the τ at which
+    that sums to 1. The sum is linear between the numbers π and π − most; bisection over those finds
+    the two that τ lies between, and then it is exact."""
+    knots = jnp.sort(jnp.concatenate([weights, weights - most]))
+
+    def total(tau: Any) -> Any:
+        return jnp.sum(jnp.clip(weights - tau, 0, most))
+
+    def halve(_: Any, between: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = between
+        middle = (low + high) // 2
+        above = total(knots[middle]) >= 1
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    steps = int(np.ceil(np.log2(2 * weights.size))) + 1
+    low, high = jax.lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.int32(knots.size - 1)))
+    at_low, at_high = total(knots[low]), total(knots[high])
+    slope = jnp.where(at_low > at_high, at_low - at_high, 1)
+    tau = knots[low] + (at_low - 1) / slope * (knots[high] - knots[low])
+    return jnp.clip(weights - jnp.where(at_low > 1, tau, knots[low]), 0, most)
