@@ -24,13 +24,18 @@ class Packet(eqx.Module):
 
     def weighted_sum(self, weights: Float[Array, " m"]) -> Float[Array, " d"]:
         """Σᵢ weightsᵢ · packetᵢ.dense(), where self is m packets stacked by `jax.vmap`."""
-        return jnp.tensordot(weights, _rows(self, weights), axes=1, precision="highest")
+        return weighted_sum(weights, jax.vmap(lambda packet: packet.dense())(self))
 
 
-def _rows(stacked: Packet, weights: Float[Array, " m"]) -> Float[Array, "m d"]:
-    """The m vectors. Weight 0 means no answer: the packet may hold anything, and 0 · NaN is NaN."""
-    rows = jax.vmap(lambda packet: packet.dense())(stacked)
-    return jnp.where(weights[:, None] != 0, rows, 0)
+def weighted_sum(weights: Float[Array, " m"], rows: Float[Array, "m ..."]) -> Float[Array, "..."]:
+    """Σᵢ weightsᵢ · rowsᵢ as a matrix product: XLA's sum over a leading axis is 15 to 70 times as
+    slow on a CPU where rows are long."""
+    return jnp.tensordot(weights, _heard(weights, rows), axes=1, precision="highest")
+
+
+def _heard(weights: Float[Array, " m"], rows: Float[Array, "m ..."]) -> Float[Array, "m ..."]:
+    """Weight 0 means no answer: the row may hold anything, and 0 · NaN is NaN."""
+    return jnp.where(weights.reshape(-1, *[1] * (rows.ndim - 1)) != 0, rows, 0)
 
 
 class Dense(Packet):
@@ -66,5 +71,6 @@ class Sparse(Packet):
 
     def weighted_sum(self, weights: Float[Array, " m"]) -> Float[Array, " d"]:
         # One scatter of what was sent: m dense vectors never exist.
-        terms = weights[:, None] * _rows(self.values, weights)
+        values = jax.vmap(lambda packet: packet.dense())(self.values)
+        terms = weights[:, None] * _heard(weights, values)
         return jnp.zeros(self.size, terms.dtype).at[self.positions()].add(terms)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from fedsolve.packets import Packet
+from fedsolve.packets import Packet, weighted_sum
 
 
 class Replies(eqx.Module):
@@ -44,8 +44,7 @@ class Replies(eqx.Module):
             if isinstance(value, Packet):
                 return value.weighted_sum(self._weights(weights, jnp.result_type(float)))
             kept = self._weights(weights, value.dtype)
-            shaped = kept.reshape(-1, *[1] * (value.ndim - 1))
-            return jnp.sum(jnp.where(shaped != 0, shaped * value, 0), axis=0)
+            return weighted_sum(kept, value.astype(kept.dtype))
 
         return jax.tree.map(add, self.values, is_leaf=lambda node: isinstance(node, Packet))
 

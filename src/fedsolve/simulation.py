@@ -23,6 +23,7 @@ from fedsolve.constraints import Mean
 from fedsolve.devices import everywhere, kept
 from fedsolve.federation import Federation, Flags, Question, State
 from fedsolve.mapping import map_clients
+from fedsolve.packets import weighted_sum
 from fedsolve.problem import Problem
 from fedsolve.replies import Replies
 from fedsolve.samples import Samples
@@ -148,7 +149,8 @@ def combined(
     g, where it is a mean) in which clients count by these."""
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
-        slope = jnp.sum(values["gradient"], axis=0) / len(values["objective"])
+        n = len(values["objective"])
+        slope = weighted_sum(jnp.full(n, 1 / n), values["gradient"])
         found["squared_gradient"] = jnp.sum(slope**2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))

@@ -137,7 +137,7 @@ def _fetched(admin: engine.Admin, job: str, experiment: Experiment) -> deploy.Ru
         found = next(admin.download(job, folder).rglob("0.safetensors"), None)
         if found is None:
             raise InvalidInput("The job ended without results; its server's log says more.")
-        return deploy.saved_runs(experiment, found.parent, "")
+        return deploy.saved_runs(experiment, found.parent, ".safetensors")
 
 
 def ask_admin(what: str, kit: str) -> None:

@@ -23,7 +23,7 @@ import tomli_w
 from fedsolve.config import Experiment
 from fedsolve.errors import InvalidInput
 from fedsolve.flare import engine
-from fedsolve.flare.server import saved_run
+from fedsolve.flare.server import FOLDER, saved_run
 from fedsolve.runs import Run
 
 Tell = Callable[[dict[str, Any]], None]
@@ -122,15 +122,16 @@ def run_on(federation: Local, experiment: Experiment, run: str, tell: Tell) -> R
     return saved_runs(experiment, federation.home(run))
 
 
-def saved_runs(experiment: Experiment, home: Path, suffix: str = "/server") -> Runs:
-    """The runs as far as the server's checkpoints have them, by variant."""
+def saved_runs(experiment: Experiment, home: Path, suffix: str = f"/{FOLDER}") -> Runs:
+    """The runs as far as the server's journals have them, by variant."""
     found: dict[str, list[Run]] = {variant: [] for variant in experiment.cells}
     for cell, (variant, seed) in enumerate(experiment.runs):
-        path = Path(f"{home}/{cell}{suffix}.safetensors")
+        path = Path(f"{home}/{cell}{suffix}")
         if path.exists():
             problem, algorithm = experiment.cells[variant]
             precision = experiment.options.get("precision")
-            found[variant].append(saved_run(path, problem, algorithm, seed, precision))
+            run = saved_run(path, problem, algorithm, seed, precision)
+            found[variant] += [] if run is None else [run]
     return found
 
 

@@ -51,6 +51,8 @@ ENVIRONMENT = {  # without the first two every reply leaves a thread behind for 
     "NVFLARE_STREAMING_RETRY_WAIT": "1",
     "NVFLARE_NP_DOWNLOAD_CHUNK_SIZE": "0",
 }
+# Messages are new memory every time: in large pages it is there four times as fast.
+MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str, Path]:
@@ -198,7 +200,7 @@ def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=os.environ | ENVIRONMENT | extra,
+            env=MEMORY | os.environ | ENVIRONMENT | extra,
             start_new_session=True,
         )
 

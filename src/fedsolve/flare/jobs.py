@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -25,9 +24,9 @@ from fedsolve.checkpoints import write_atomically
 from fedsolve.config import Experiment, resolve
 from fedsolve.errors import InvalidInput
 from fedsolve.flare.data import allowed, check_data, owners_file, site_problem
-from fedsolve.flare.journal import locked
+from fedsolve.flare.journal import locked, read
 from fedsolve.flare.link import Link, TooFew
-from fedsolve.flare.server import serve
+from fedsolve.flare.server import FOLDER, serve
 from fedsolve.flare.site import Share
 from fedsolve.flare.wire import encode
 from fedsolve.programs import keep_compiled_programs
@@ -175,7 +174,8 @@ class Coordinator:
                 (place / "done").touch()
         results = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
         for cell in range(len(experiment.runs)):
-            shutil.copy(home / str(cell) / "server.safetensors", results / f"{cell}.safetensors")
+            base, _ = read(home / str(cell) / FOLDER)
+            (results / f"{cell}.safetensors").write_bytes(base or b"")
         (home / "done").touch()
         self._tell({"done": True})
 

@@ -15,8 +15,8 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
-from fedsolve.checkpoints import write_atomically
 from fedsolve.federation import Federation, Flags, Question, State
+from fedsolve.flare.journal import Journal, read
 from fedsolve.flare.link import Link, TooFew
 from fedsolve.flare.wire import decode, encode, take
 from fedsolve.packets import Packet
@@ -26,6 +26,8 @@ from fedsolve.runs import History, Run
 from fedsolve.simulation import client_values, combined
 from fedsolve.solving import numbers_on_device, precision_of
 from fedsolve.spans import Spans, joined, on_host, spans_of
+
+FOLDER = "server"  # in a run's home: the server's journal
 
 
 class Deployment(Federation):
@@ -108,16 +110,17 @@ def serve(
     """Runs the algorithm over the link, from the beginning or from where `home` says it stopped,
     as long as `go_on` says so."""
     began = time.perf_counter()
-    path = home / "server.safetensors"
+    journal = Journal(home / FOLDER)
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         values_of = jax.eval_shape(lambda: _one_clients_values(placed, jax.random.key(seed)))
-        saved = decode(path.read_bytes(), None) if path.exists() else None
+        saved, chunks = _loaded(*journal.load())
+        fresh: list[History] = []  # of the history, what is not on disk yet
         waiting: History = {}  # the newest entry of the history, before it has the sites' values
         news: dict[str, Any] = {}  # what is to be told with it
         if saved is None:
             link.hello(sites)
-            state, chunks = _start(placed, tuned, seed, link.clients), []
+            state = _start(placed, tuned, seed, link.clients)
         else:
             link.restore(saved[0]["link"])
 
@@ -126,7 +129,7 @@ def serve(
                 return (now.server, now.participation) == (then.server, then.participation)
 
             before = link.clients
-            state, chunks = _restored(*saved, placed, tuned, seed)
+            state = _restored(*saved, placed, tuned, seed)
             waiting, news = _named(saved[1], "waiting", saved[0]["waiting"]), saved[0]["news"]
             link.hello(sites, may_grow)
             link.restore_packets(saved[0]["link"], saved[1])
@@ -141,7 +144,7 @@ def serve(
 
         def complete(state: State) -> None:
             """Gives the entry that waits the values at the end of its round, with that state."""
-            nonlocal waiting, chunks
+            nonlocal waiting
             shares = tuned.objective_weights(state.server, state.participation)
             found = link.values()
             if found:
@@ -150,12 +153,25 @@ def serve(
                 values = _unknown(placed, state.w, values_of, shares)
             entries = {k: v for k, v in waiting.items() if k != "round"} | _stacked(values)
             new = on_host(entries, _span(waiting["round"].item()))
-            chunks, waiting = [joined(_same_width([*chunks, new]))], {}
+            chunks.append(new)
+            fresh.append(new)
+            waiting = {}
             if progress is not None:
-                progress({k: v[-1].item() for k, v in chunks[0].items() if v.ndim == 1} | news)
+                progress({k: v[-1].item() for k, v in new.items() if v.ndim == 1} | news)
+
+        def record(chunks: list[History]) -> bytes:
+            """Where the run is, with that part of its history."""
+            head, arrays = link.saved()
+            head = {"link": head, "news": news, "seconds": time.perf_counter() - began}
+            for name, part in {"history": _history(chunks), "waiting": waiting}.items():
+                head[name], arrays[name] = list(part), list(part.values())
+            return encode(head, arrays | {"state": state})
 
         def save() -> None:
-            _save(path, state, link, chunks, waiting, news, time.perf_counter() - began)
+            journal.append(record(fresh))
+            fresh.clear()
+            if journal.is_long():
+                journal.restart(record(chunks))
 
         if waiting:
             link.look(int(state.round), state.w, values_of)
@@ -185,17 +201,22 @@ def serve(
                 save()
         if waiting:
             complete(state)
-            save()
-        return Run.of(problem, algorithm, state, joined(chunks), seed, time.perf_counter() - began)
+        journal.restart(record(chunks))
+        seconds = time.perf_counter() - began
+        return Run.of(problem, algorithm, state, _history(chunks), seed, seconds)
 
 
-def saved_run(path: Path, problem: Problem, algorithm: Algorithm, seed: int, precision: Any) -> Run:
-    """The run as far as the server's checkpoint has it."""
-    head, arrays = decode(path.read_bytes(), None)
+def saved_run(
+    path: Path, problem: Problem, algorithm: Algorithm, seed: int, precision: Any
+) -> Run | None:
+    """The run as far as the server's journal has it, or its last base alone."""
+    saved, chunks = _loaded(*(read(path) if path.is_dir() else (path.read_bytes(), [])))
+    if saved is None:
+        return None
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        state, chunks = _restored(head, arrays, placed, tuned, seed)
-        return Run.of(problem, algorithm, state, joined(chunks), seed, head["seconds"])
+        state = _restored(*saved, placed, tuned, seed)
+        return Run.of(problem, algorithm, state, _history(chunks), seed, saved[0]["seconds"])
 
 
 def _start(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
@@ -214,49 +235,42 @@ def _grown(state: State, more: int) -> State:
     return dataclasses.replace(state, seen=seen)
 
 
-def _same_width(chunks: list[History]) -> list[History]:
-    """Entries by client get -1 for clients that were not there yet."""
-    wide = {k: max(c[k].shape[1:] for c in chunks) for k in chunks[-1]}
+def _history(chunks: list[History]) -> History:
+    """The chunks one after the other; entries by client get -1 for clients that were not there
+    yet."""
+    wide = {k: max(c[k].shape[1:] for c in chunks) for k in (chunks or [{}])[-1]}
 
     def fit(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         more = [(0, 0), *[(0, a - b) for a, b in zip(shape, values.shape[1:], strict=True)]]
         return np.pad(values, more, constant_values=-1) if any(map(any, more)) else values
 
-    return [{k: fit(v, wide[k]) for k, v in chunk.items()} for chunk in chunks]
+    return joined([{k: fit(v, wide[k]) for k, v in chunk.items()} for chunk in chunks])
+
+
+Saved = tuple[dict[str, Any], dict[str, np.ndarray]]  # a record's head and arrays
+
+
+def _loaded(base: bytes | None, records: list[bytes]) -> tuple[Saved | None, list[History]]:
+    """The last record of a journal, and the history that all have together."""
+    found = [decode(data, None) for data in ([] if base is None else [base]) + records]
+    parts = [_named(arrays, "history", head["history"]) for head, arrays in found]
+    return found[-1] if found else None, [part for part in parts if part]
 
 
 def _restored(
-    head: dict[str, Any], arrays: dict[str, Any], problem: Problem, algorithm: Algorithm, seed: int
-) -> tuple[State, list[History]]:
+    head: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    problem: Problem,
+    algorithm: Algorithm,
+    seed: int,
+) -> State:
     clients = sum(count for _, count in head["link"]["roster"].values())
     shapes = _shapes(problem, algorithm, seed, clients)
-    state = jax.tree.map(jnp.asarray, take(arrays, "state", shapes, finite=False))
-    history = _named(arrays, "history", head["history"])
-    return state, [history] if history else []
+    return jax.tree.map(jnp.asarray, take(arrays, "state", shapes, finite=False))
 
 
 def _named(arrays: dict[str, Any], prefix: str, names: list[str]) -> History:
     return {name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)}
-
-
-def _save(
-    path: Path,
-    state: State,
-    link: Link,
-    chunks: list[History],
-    waiting: History,
-    news: dict[str, Any],
-    seconds: float,
-) -> None:
-    history = joined(chunks)
-    head, arrays = link.saved()
-    names = {"history": list(history), "waiting": list(waiting)}
-    values = {"history": list(history.values()), "waiting": list(waiting.values())}
-    data = encode(
-        {"link": head, "news": news, "seconds": seconds} | names,
-        arrays | {"state": state} | values,
-    )
-    write_atomically(path, data)
 
 
 def _span(stop: int) -> Spans:

@@ -1,11 +1,11 @@
 """A site: some of the clients, their data and their states, behind one question at a time.
 
-Exactly once. A client's state moves if and only if the server used its reply. So an answer is on
-disk, with the state that would follow it, before it is given; the base state is what the server is
+Exactly once. A client's state moves if and only if the server used its reply. So the state that
+would follow an answer is on disk before the answer is given; the base state is what the server is
 known to have used. Every question says which answers of its round were used, and which of the last
 round in which this site was heard; the site keeps those and takes back the rest. The same question
-gets the same bytes again. An answer that moves no state says so, and is not kept on disk: it can be
-computed again.
+gets the same bytes again: the answer itself is not on disk, as it can be computed again, and is the
+same if the same state follows. An answer that moves no state says so, and leaves nothing on disk.
 """
 
 from __future__ import annotations
@@ -155,24 +155,26 @@ class Share:
             + encode({}, {"message": message})
         ).hexdigest()
         known = self._log.get(number)
-        if known is None or known.digest != digest:
-            rows = jax.tree.map(lambda leaf: leaf[local], self._before(number, used))
-            moved, reply = self._compute(number, round, clients, local, rows, message)
-            moves = not all(map(np.array_equal, jax.tree.leaves(rows), jax.tree.leaves(moved)))
-            told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
-            values = {} if look is None else self._look(head, "look")
-            entry = _Entry(digest, local, moved, encode(told, {"reply": reply} | values))
-            if moves:
-                kept = {"round": round, "number": number, "digest": digest}
-                kept["settled"] = head["settled"]
-                parts = {"local": local, "rows": moved}
-                parts["reply"] = np.frombuffer(entry.reply, np.uint8)
-                self._journal.append(encode(kept, parts))
-            self._keep(round, number, entry)
-            if self._journal.is_long(size_of(self._states)):
-                self._journal.restart(self._everything())
-            return entry.reply
-        return known.reply
+        known = known if known is not None and known.digest == digest else None
+        if known is not None and known.reply is not None:
+            return known.reply
+        rows = jax.tree.map(lambda leaf: leaf[local], self._before(number, used))
+        moved, reply = self._compute(number, round, clients, local, rows, message)
+        moves = not _same(rows, moved)
+        told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
+        values = {} if look is None else self._look(head, "look")
+        answer = encode(told, {"reply": reply} | values)
+        if known is not None and _same(known.rows, moved):  # given before this process began
+            known.reply = answer
+            return answer
+        if moves:
+            kept = {"round": round, "number": number, "digest": digest}
+            kept["settled"] = head["settled"]
+            self._journal.append(encode(kept, {"local": local, "rows": moved}))
+        self._keep(round, number, _Entry(digest, local, moved, answer))
+        if self._journal.is_long():
+            self._journal.restart(self._everything())
+        return answer
 
     def _compute(
         self, number: int, round: int, clients: Any, local: Any, rows: PyTree, message: PyTree
@@ -269,9 +271,7 @@ class Share:
         head["log"] = {str(number): entry.digest for number, entry in self._log.items()}
         arrays: dict[str, PyTree] = {"states": self._states}
         for number, entry in self._log.items():
-            reply = np.frombuffer(entry.reply, np.uint8)
-            parts = {"local": entry.local, "rows": entry.rows, "reply": reply}
-            arrays |= {f"{number}.{name}": tree for name, tree in parts.items()}
+            arrays |= {f"{number}.local": entry.local, f"{number}.rows": entry.rows}
         return encode(head, arrays)
 
     def _restore(self, base: bytes) -> None:
@@ -284,13 +284,13 @@ class Share:
     def _entry(self, digest: str, arrays: dict[str, np.ndarray], prefix: str = "") -> _Entry:
         local = arrays[f"{prefix}local.0"]
         rows = take(arrays, f"{prefix}rows", self._client, rows=len(local), finite=False)
-        return _Entry(digest, local, rows, arrays[f"{prefix}reply.0"].tobytes())
+        return _Entry(digest, local, rows, None)
 
 
 class _Entry(types.SimpleNamespace):
-    """An answer that was given, and the states that follow if it is used."""
+    """An answer that was given, if by this process, and the states that follow if it is used."""
 
-    def __init__(self, digest: str, local: Any, rows: PyTree, reply: bytes):
+    def __init__(self, digest: str, local: Any, rows: PyTree, reply: bytes | None):
         super().__init__(digest=digest, local=local, rows=rows, reply=reply)
 
 
@@ -342,6 +342,10 @@ def _moved(w: Any, packet: Packet) -> Any:
 
 def _evaluate(problem: Problem, w: Any, seed: Any, round: Any, first: Any) -> dict[str, PyTree]:
     return client_values(problem, w, evaluation_key(seed, round), first)
+
+
+def _same(one: PyTree, other: PyTree) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:

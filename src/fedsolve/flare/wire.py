@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import equinox as eqx
@@ -15,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Flags, Question, State
@@ -26,6 +25,16 @@ from fedsolve.samples import Samples
 from fedsolve.simulation import Simulation
 
 HEAD = 2**20  # bytes allowed for the head and the arrays' names
+TYPES = {"BOOL": np.dtype("?")} | {  # safetensors' words for them
+    f"{word}{8 * width}": np.dtype(f"<{kind}{width}")
+    for word, kind, widths in (
+        ("U", "u", (1, 2, 4, 8)),
+        ("I", "i", (1, 2, 4, 8)),
+        ("F", "f", (2, 4, 8)),
+    )
+    for width in widths
+}
+WORDS = {dtype: word for word, dtype in TYPES.items()}
 
 
 class Refused(Exception):
@@ -33,18 +42,28 @@ class Refused(Exception):
 
 
 def encode(head: dict[str, Any], arrays: dict[str, PyTree]) -> bytes:
-    """The head, and trees of arrays by name."""
-    flat = {
-        f"{name}.{number}": _plain(np.asarray(leaf))
+    """The head, and trees of arrays by name. Each array is copied once, to its place."""
+    flat = [
+        (f"{name}.{number}", _plain(np.asarray(leaf)))
         for name, tree in arrays.items()
         for number, leaf in enumerate(jax.tree.leaves(tree))
-    }
-    return save(flat, metadata={"head": json.dumps(head)})
+    ]
+    flat.sort(key=lambda item: -item[1].itemsize)  # so that each begins at a multiple of its width
+    table: dict[str, Any] = {"__metadata__": {"head": json.dumps(head)}}
+    end = 0
+    for name, array in flat:
+        start, end = end, end + array.nbytes
+        kind = WORDS[array.dtype]
+        table[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (start, end)}
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [array.reshape(-1).view(np.uint8).data for _, array in flat]
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def decode(data: Any, most: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The head and the flat arrays of bytes that hold at most so many bytes of arrays. None is for
-    what this machine wrote itself, which may be of any size."""
+    what this machine wrote itself, which may be of any size. The arrays lie in these bytes."""
     if not isinstance(data, bytes):
         raise Refused(f"not bytes but {type(data).__name__}")
     if most is not None and len(data) > most + HEAD:
@@ -53,13 +72,31 @@ def decode(data: Any, most: int | None) -> tuple[dict[str, Any], dict[str, np.nd
     if len(data) < 8 or (size := int.from_bytes(data[:8], "little")) > longest:
         raise Refused("not safetensors")
     try:
-        head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
-        arrays = load(data)
-    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        table = json.loads(data[8 : 8 + size])
+        head = json.loads(table.pop("__metadata__")["head"])
+        arrays = _arrays(data, 8 + size, table)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"not safetensors with a head ({type(error).__name__})") from None
     if not isinstance(head, dict):
         raise Refused("its head is not a table")
     return head, arrays
+
+
+def _arrays(data: bytes, begin: int, table: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Those of the table, which must fill the bytes from there on without gap or overlap."""
+    found, here = {}, 0
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, end) = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+            raise ValueError("no whole numbers")
+        count = math.prod(shape)
+        if start != here or end - start != count * dtype.itemsize or end > len(data) - begin:
+            raise ValueError("arrays out of place")
+        found[name] = np.frombuffer(data, dtype, count, begin + start).reshape(shape)
+        here = end
+    if here != len(data) - begin:
+        raise ValueError("bytes that are no array's")
+    return found
 
 
 def take(
