@@ -132,8 +132,9 @@ def compare(running: Any, sites: int, size: int) -> None:
 
 
 def endure(exchanges: int) -> None:
+    """Threads and memory of the server's and the sites' job processes, all together."""
     with federation(3) as running:
-        seen: list[tuple[int, int, float]] = []
+        seen: list[tuple[int, list[int], float]] = []
 
         def look(news: dict[str, Any]) -> None:
             if "round" in news:
@@ -143,11 +144,13 @@ def endure(exchanges: int) -> None:
                     for member in psutil.Process(process.pid).children(recursive=True)
                 ]
                 memory = sum(member.memory_info().rss for member in family) / 2**20
-                seen.append((news["round"], sum(m.num_threads() for m in family), memory))
+                threads = [m.num_threads() for m in family if m.num_threads() > 1]
+                seen.append((news["round"], threads, memory))
 
         run_on(running, experiment(3, 1000, exchanges, 10), "long", look)
     for done, threads, memory in seen:
-        print(f"after {done:6d} exchanges: {threads} threads, {memory:.0f} MiB in 4 processes")
+        each = " + ".join(map(str, threads))
+        print(f"after {done:6d} exchanges: {each} = {sum(threads)} threads, {memory:.0f} MiB")
 
 
 def real(rounds: int) -> None:
