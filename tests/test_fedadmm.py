@@ -143,6 +143,27 @@ def test_lemma_4_1_the_augmented_lagrangian_decreases():
         before = now, w, local
 
 
+@pytest.mark.parametrize("k0", [2, 5])
+def test_lemma_4_1_holds_in_every_local_iteration(k0):
+    """As above, with several iterations a round, of the transcription, which our runs follow."""
+    problem, decay = problem_of(), 0.9
+    gradients, lipschitz, _ = facts(problem)
+    penalties = 3 * lipschitz / 6
+    draw = np.random.default_rng(0)
+    cohorts = [draw.choice(6, 3, replace=False) for _ in range(20)]
+    options = {"decay": decay, "most": 500, "dual_start": "gradient"}
+    _, steps = oracles.fedadmm(
+        gradients, np.zeros(5), cohorts, k0, lipschitz, penalties, 1e-3, **options
+    )
+    values = [augmented(problem, penalties, decay, *step) for step in steps[1:]]
+    for (w, local, *_), (w_, local_, *_), value, value_ in zip(
+        steps[1:], steps[2:], values, values[1:], strict=False
+    ):
+        moved = np.sum((w_ - w) ** 2) + np.sum((local_ - local) ** 2, axis=1)
+        assert value - value_ >= penalties @ moved / 10 - 1e-12
+    assert values[0] - values[-1] > 1e-4
+
+
 def test_absent_clients_count_with_their_last_z_and_power_iteration_finds_r():
     problem = problem_of()
     _, lipschitz, _ = facts(problem)

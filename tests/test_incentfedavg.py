@@ -299,6 +299,8 @@ MOVING = fs.Strategic(settling_game(WANTED), 1.0, start=[1.0, 4.0, 8.0])
     [
         fs.FedAvg(0.2, weighting=MOVING),
         fs.FedSGM(0.2, weighting=MOVING),
+        fs.FedAlt(0.2, weighting=MOVING),
+        fs.FedSim(0.2, weighting=FIXED),
         fs.FedADMM(penalty="theory", weighting=MOVING),
         fs.FedADMM(penalty="theory", weighting=MOVING, participants=2, uplink=fs.Float16()),
         fs.FedADMM(penalty="theory", weighting=FIXED, dual_start="gradient", availability=0.6),

@@ -149,8 +149,8 @@ def combined(
     g, where it is a mean) in which clients count by these."""
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
-        n = len(values["objective"])
-        slope = weighted_sum(jnp.full(n, 1 / n), values["gradient"])
+        parts = values["gradient"]  # of some clients together each
+        slope = weighted_sum(jnp.full(len(parts), 1 / len(values["objective"])), parts)
         found["squared_gradient"] = jnp.sum(slope**2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
