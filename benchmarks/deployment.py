@@ -50,7 +50,7 @@ class Echo(fs.Algorithm):
         return state + 1, client.w
 
     def round(self, fed: fs.Federation, server: Any, key: Any) -> tuple[Any, dict[str, Any]]:
-        mean = fed.ask(self.reply, np.arange(fed.clients, dtype=np.int32)).mean()
+        mean = fed.ask(self.reply, fed.everyone).mean()
         fed.publish(fs.Identity()(mean - fed.w + 1))
         return server, {}
 

@@ -202,6 +202,11 @@ class Federation:
         return self._problem.n
 
     @property
+    def everyone(self) -> Int[np.ndarray, " n"]:
+        """The cohort of all of them."""
+        return np.arange(self.clients, dtype=np.int32)
+
+    @property
     def constraint(self) -> Constraint | None:
         """The problem's constraint, to combine what clients measured."""
         return self._problem.constraint

@@ -156,8 +156,7 @@ class FedADMM(Participating):
         """Everyone's σ_i and z_i^0 before the first iteration; again while some were not heard."""
         missing = server.joined < fed.clients
         share = jnp.asarray(1 / fed.clients, fed.w.dtype) if shares is None else shares
-        everyone = np.arange(fed.clients, dtype=np.int32)
-        penalties, duals, fresh = fed.ask(self.begin, everyone, share, when=missing).sum()
+        penalties, duals, fresh = fed.ask(self.begin, fed.everyone, share, when=missing).sum()
         total = server.total + penalties * fed.w + (0 if duals is None else duals)
         joined = server.joined + jnp.asarray(fresh, jnp.int32)
         server = Server(total, server.penalties + penalties, joined)

@@ -43,19 +43,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key
 
 from fedsolve.compression import Identity
-from fedsolve.domains import project_capped
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Cohort, Federation
+from fedsolve.federation import Federation
 from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
 from fedsolve.local import Optimizer, descend, optimizer_field
 from fedsolve.packets import Packet
-from fedsolve.participation import Everyone, Participating, Selection, Weighting
-from fedsolve.participation.participating import as_selection, as_weighting
-from fedsolve.participation.weighting import Methods
-from fedsolve.problem import Client, Problem
+from fedsolve.participation import SelectingTwice
+from fedsolve.problem import Client
 from fedsolve.replies import Replies
 
 Vector = Float[Array, " d"]
@@ -75,20 +72,6 @@ class Server(eqx.Module):
     done: Int[Array, ""]  # iterations of this epoch
 
 
-class Memory(NamedTuple):
-    """What the server remembers about participation: of its parts, and whom it chose for the
-    epoch."""
-
-    weighting: PyTree
-    selection: PyTree
-    cohort: Any  # None: everyone
-    weights: Float[Array, " c"]  # of the cohort, not made to sum to 1
-    round_weighting: PyTree
-    scores: Float[Array, " n"] | None  # by it, from the epoch's start; None if asked every round
-    round_selection: PyTree
-    availability: PyTree
-
-
 class Kept(NamedTuple):
     """A client between two exchanges: its latest gradient, and what it gathered in which epoch."""
 
@@ -101,42 +84,32 @@ def _momentum(value: Any) -> Any:
     return Theory() if value == "theory" else scalar("momentum")(value)
 
 
-class PPBC(Participating):
+class PPBC(SelectingTwice):
     """Partial participation with bias correction: whoever is selected, however unfairly, the
     clients keep what the selection left out, and the server makes up for it once an epoch.
 
-    - `select_epoch` is applied to the weights once an epoch, `select_round` in every round to those
-      that it left, by their weights or by what `round_weighting` says (None: all of them).
+    - Clients are selected once an epoch and again in every round, as `SelectingTwice` has it.
     - `smoothness` is L, for `momentum="theory"`. A fixed θ does not vanish with γ, and neither does
       the error that it leaves; 0 is safe.
     - With `local_steps` or a `local_optimizer` a client's change takes the gradient's place.
     - `availability` makes it PPBC+: gradients count 1/q_m while a client is up.
     - `correction=False` leaves out all that PPBC adds: FedAvg with the same strategy.
     - As in the authors' code: `epoch_length` (a fixed number of iterations, in place of
-      `epoch_end`), `counting="uniform"` (whoever is selected counts 1/M, so that weights do not sum
-      to 1) and `surrogate="current"`: θ multiplies what this epoch left out so far, from the second
-      epoch on, and nothing is made up for at its end. For that the server hears all clients in
-      every round: it is no partial participation.
+      `epoch_end`), `counting="uniform"` (whoever is selected counts 1/M) and
+      `surrogate="current"`: θ multiplies what this epoch left out so far, from the second epoch on,
+      and nothing is made up for at its end. For that the server hears all clients in every round:
+      it is no partial participation.
     """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     momentum: Scalar | Theory | str = eqx.field(converter=_momentum, default=0.0)
     epoch_end: Scalar = eqx.field(converter=scalar("epoch_end"), default=0.2)
-    select_epoch: Selection = eqx.field(converter=as_selection, default="Everyone")
-    select_round: Selection | None = eqx.field(converter=as_selection, default=None)
-    round_weighting: Weighting | None = eqx.field(
-        converter=lambda value: None if value is None else as_weighting(value), default=None
-    )
-    cap: Scalar | None = eqx.field(
-        converter=lambda value: None if value is None else scalar("cap")(value), default=None
-    )
     smoothness: Scalar | None = eqx.field(
         converter=lambda value: None if value is None else scalar("smoothness")(value), default=None
     )
     local_steps: int = static(1)
     local_optimizer: Optimizer | None = optimizer_field()
     epoch_length: int | None = static(None)
-    counting: str = static("weights")
     surrogate: str = static("previous")
     correction: bool = static(True)
 
@@ -146,19 +119,10 @@ class PPBC(Participating):
         check_count("local_steps", self.local_steps)
         if self.epoch_length is not None:
             check_count("epoch_length", self.epoch_length)
-        if self.counting not in ("weights", "uniform"):
-            raise InvalidInput(f'counting must be "weights" or "uniform", got {self.counting!r}.')
         if self.surrogate not in ("previous", "current"):
             raise InvalidInput(
                 f'surrogate must be "previous" or "current", got {self.surrogate!r}.'
             )
-        if self.participants is not None or self.selection is not None:
-            raise InvalidInput(
-                "PPBC selects twice: give select_epoch and select_round in place of participants "
-                "and selection."
-            )
-        if self.round_weighting is not None and self.select_round is None:
-            raise InvalidInput("round_weighting says whom select_round selects; give both.")
         if isinstance(self.momentum, Theory):
             if self.smoothness is None:
                 raise InvalidInput('momentum="theory" needs the smoothness L: θ = γLp²/2.')
@@ -186,51 +150,11 @@ class PPBC(Participating):
         """Whether clients keep what the selection leaves out of their gradients."""
         return self.correction and self.surrogate == "previous"
 
-    @property
-    def selecting(self) -> Selection:
-        return self.select_epoch
-
-    def check(self, problem: Problem) -> None:
-        super().check(problem)
-        if self.round_weighting is not None:
-            self.round_weighting.check(problem)
-        if self.select_round is not None and self.select_round.size is not None:
-            check_count("select_round.count", self.select_round.size, most=problem.n)
-        if isinstance(self.cap, float):
-            self._check_cap(self.cap, problem.n)
-
-    def _check_cap(self, cap: float, clients: int) -> None:
-        if not 1 <= cap <= clients:
-            raise InvalidInput(f"cap must be from 1 to the {clients} clients, got {cap:g}.")
-        rules = (self.select_epoch, self.select_round)
-        sizes = [rule.size for rule in rules if rule is not None and rule.size is not None]
-        fewest = min(sizes, default=clients)
-        if self.counting == "weights" and fewest * cap < clients:
-            raise InvalidInput(
-                f"{fewest} clients of weight at most cap/{clients} cannot sum to 1: cap must be at "
-                f"least {clients / fewest:g}."
-            )
-
     # On the server
 
     def init(self, w: Vector) -> Server:
         zero = jnp.zeros_like(w)
         return Server(w, zero, zero, jnp.int32(0), jnp.int32(0))
-
-    def init_participation(self, w: Vector, clients: int) -> Memory:
-        everyone = isinstance(self.select_epoch, Everyone)
-        size = min(self.select_epoch.size or clients, clients)
-        rounds = self.round_weighting
-        return Memory(
-            self.weighting.init(w, clients),
-            self.select_epoch.init(clients),
-            None if everyone else jnp.zeros(size, jnp.int32),
-            jnp.zeros(size, w.dtype),
-            None if rounds is None else rounds.init(w, clients),
-            None if rounds is None or self.availability is None else jnp.zeros(clients, w.dtype),
-            None if self.select_round is None else self.select_round.init(clients),
-            None if self.availability is None else self.availability.init(clients),
-        )
 
     def round(
         self, fed: Federation, server: Server, key: Key[Array, ""]
@@ -246,11 +170,11 @@ class PPBC(Participating):
         when = (share > 0) & (up if up is True else up[jnp.asarray(cohort)])
         previous = carried = server.previous
         if self.keeps:
-            fed.ask(self.work, _everyone(fed), server.epoch, when=up)
+            fed.ask(self.work, fed.everyone, server.epoch, when=up)
             answers = fed.ask(self.send, cohort, when=when)
             heard = answers.sum(share)
         elif self.correction:  # `previous` is this epoch's own, and the server adds it up
-            answers = fed.ask(self.improve, _everyone(fed), when=up)
+            answers = fed.ask(self.improve, fed.everyone, when=up)
             heard = answers.sum(jnp.zeros(fed.clients, share.dtype).at[cohort].set(share))
             previous = previous + (1 - theta) * (self.target(fed, answers) - heard)
             carried = jnp.where(server.epoch > 0, previous, 0)
@@ -264,7 +188,7 @@ class PPBC(Participating):
         done, sent = server.done + 1, server.sent + heard
         ends, empty = self.ends(done, to_end)
         if self.keeps:
-            surrogates = fed.ask(self.tell, _everyone(fed), server.epoch, when=ends)
+            surrogates = fed.ask(self.tell, fed.everyone, server.epoch, when=ends)
             gathered = self.target(fed, surrogates)
             left_out = (1 - theta) * jnp.where(surrogates.any(), gathered - sent, 0)
             x = jnp.where(ends, fed.project(x - gamma * left_out), x)
@@ -297,79 +221,6 @@ class PPBC(Participating):
         ends, empty = jax.random.bernoulli(key, self.epoch_end, (2,))
         return ends, empty
 
-    def choose_epoch(self, fed: Federation, begins: Any, key: Key[Array, ""]) -> None:
-        """π̂ = R̂(π), if an epoch begins (lines 4, 5). All clients can be asked then."""
-        old, n = fed.participation, fed.clients
-        weights, wanted = self.weigh(fed, begins, key)
-        if self.cap is not None:
-            free = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
-            weights = project_capped(free, jnp.asarray(self.cap) / n)
-        cohort, turn = self.select_epoch.select(weights, n, old.selection, key)
-        own = _counts(self.select_epoch, weights, cohort, fed.w.dtype)
-        new = old._replace(
-            weighting=wanted,
-            selection=turn,
-            cohort=None if old.cohort is None else cohort,
-            weights=own if self.cap is None else self.shares(own, n),
-        )
-        fed.participation = jax.tree.map(lambda a, b: jnp.where(begins, a, b), new, old)
-
-    def choose_round(
-        self, fed: Federation, begins: Any, key: Key[Array, ""]
-    ) -> tuple[Cohort, Float[Array, " m"]]:
-        """π̃ = R̃(π̂): who sends in this round, and what each counts (line 10)."""
-        memory = fed.participation
-        cohort = _everyone(fed) if memory.cohort is None else memory.cohort
-        own = memory.weights
-        if self.select_round is not None:
-            chosen = jnp.zeros(fed.clients, own.dtype).at[cohort].set(own)
-            scores = chosen
-            if self.round_weighting is not None:
-                scores = jnp.where(chosen > 0, self.score(fed, begins, chosen > 0, key), 0)
-            memory = fed.participation
-            cohort, turn = self.select_round.select(
-                scores, fed.clients, memory.round_selection, jax.random.fold_in(key, 5)
-            )
-            own = jnp.where(scores[cohort] > 0, chosen[cohort], 0)
-            if self.select_round.counts_equally:
-                own = (own > 0).astype(own.dtype)
-            fed.participation = memory._replace(round_selection=turn)
-        if self.counting == "uniform":
-            return cohort, (own > 0).astype(own.dtype) / fed.clients
-        return cohort, self.shares(own, fed.clients)
-
-    def score(self, fed: Federation, begins: Any, wanted: Any, key: Key[Array, ""]) -> Any:
-        """What the round's weighting says of those wanted; with an availability, what it said when
-        all of them could be asked."""
-        rule, memory = self.round_weighting, fed.participation
-        assert rule is not None
-        sure = self.availability is None
-        asked = wanted if sure else wanted & begins
-        methods = Methods(self.assess_round, self.tell_size)
-        own = jax.random.fold_in(key, 4)
-        scores, known = rule.weigh(fed, methods, memory.round_weighting, asked, own)
-        scores = jnp.ones(fed.clients, fed.w.dtype) if scores is None else scores
-        if not sure:
-            scores = jnp.where(begins, scores, memory.scores)
-        fed.participation = memory._replace(round_weighting=known, scores=None if sure else scores)
-        return scores
-
-    def shares(self, own: Float[Array, " c"], clients: int) -> Float[Array, " c"]:
-        """What those selected count: made to sum to 1 and, if there is a cap, projected below it.
-        Who had no weight gets some only if the others cannot have it all."""
-        total = jnp.sum(own)
-        own = own / jnp.where(total > 0, total, 1)
-        if self.cap is None:
-            return own
-        return project_capped(jnp.where(own > 0, own, -2), jnp.asarray(self.cap) / clients)
-
-    def learn(self, fed: Federation, direction: Vector) -> None:
-        super().learn(fed, direction)
-        if self.round_weighting is not None:
-            memory = fed.participation
-            known = self.round_weighting.learn(memory.round_weighting, direction)
-            fed.participation = memory._replace(round_weighting=known)
-
     # On a client
 
     def init_client(self, w: Vector) -> Kept | None:
@@ -393,12 +244,6 @@ class PPBC(Participating):
     def improve(self, client: Client, kept: None) -> tuple[None, Packet]:
         return None, Identity()(self.pseudo_gradient(client))
 
-    def assess_round(
-        self, client: Client, kept: Kept | None, *message: PyTree
-    ) -> tuple[Kept | None, PyTree]:
-        assert self.round_weighting is not None
-        return kept, self.round_weighting.assess(client, *message)
-
     def pseudo_gradient(self, client: Client) -> Vector:
         """∇f_m(x), or what stands for it, times 1/q_m for a client that is not always up."""
         steps, optimizer = self.local_steps, self.local_optimizer
@@ -408,15 +253,3 @@ class PPBC(Participating):
         if self.availability is None:
             return total
         return total / self.availability.rate(client.index, client.round)
-
-
-def _everyone(fed: Federation) -> Int[np.ndarray, " n"]:
-    return np.arange(fed.clients, dtype=np.int32)
-
-
-def _counts(selection: Selection, weights: Any, cohort: Cohort, dtype: Any) -> Float[Array, " c"]:
-    """What those selected count, not made to sum to 1."""
-    if weights is None:
-        return jnp.ones(len(cohort), dtype)
-    own = weights[cohort]
-    return (own > 0).astype(dtype) if selection.counts_equally else own.astype(dtype)

@@ -15,6 +15,7 @@ from fedsolve.participation.participating import Drawn, Participating
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
 from fedsolve.participation.strategic import Strategic
+from fedsolve.participation.twice import SelectingTwice
 from fedsolve.participation.weighting import (
     BANT,
     FOLB,
@@ -42,6 +43,7 @@ __all__ = [
     "PowerOfChoice",
     "Proportional",
     "Random",
+    "SelectingTwice",
     "Selection",
     "Strategic",
     "Top",

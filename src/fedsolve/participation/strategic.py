@@ -96,7 +96,7 @@ class Strategic(Weighting):
         up: Up,
         key: Key[Array, ""],
     ) -> tuple[Float[Array, " n"], Contributions]:
-        everyone = np.arange(fed.clients, dtype=np.int32)
+        everyone = fed.everyone
         answers = fed.ask(methods.assess, everyone, memory, when=up)
         fed.contributions = memory
         new = memory.at[everyone].set(jnp.where(answers.arrived, answers.values, memory[everyone]))

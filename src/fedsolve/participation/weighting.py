@@ -161,7 +161,7 @@ class BANT(Weighting):
         self, fed: Federation, methods: Methods, memory: tuple, up: Up, key: Key[Array, ""]
     ) -> tuple[Weights, tuple]:
         trust, known = memory
-        answers = fed.ask(methods.assess, _everyone(fed), when=up)
+        answers = fed.ask(methods.assess, fed.everyone, when=up)
         losses = jax.lax.map(lambda v: fed.validate(fed.w - self.step_size * v), answers.values)
         fresh = jnp.exp(-losses)
         smooth = jnp.where(known, self.momentum * trust + (1 - self.momentum) * fresh, fresh)
@@ -225,15 +225,11 @@ def draw_proportionally(
     return jax.lax.top_k(jnp.log(weights) + noise, min(count, weights.size))[1].astype(jnp.int32)
 
 
-def _everyone(fed: Federation) -> Int[np.ndarray, " n"]:
-    return np.arange(fed.clients, dtype=np.int32)
-
-
 def _scores(fed: Federation, methods: Methods, up: Up, message: PyTree = None) -> Array:
-    answers = fed.ask(methods.assess, _everyone(fed), message, when=up)
+    answers = fed.ask(methods.assess, fed.everyone, message, when=up)
     return jnp.where(answers.arrived, answers.values, 0)
 
 
 def _learn_sizes(fed: Federation, methods: Methods, sizes: Array, up: Up) -> Array:
-    answers = fed.ask(methods.tell_size, _everyone(fed), when=(sizes == 0) & up)
+    answers = fed.ask(methods.tell_size, fed.everyone, when=(sizes == 0) & up)
     return jnp.where(answers.arrived, answers.values, sizes)
