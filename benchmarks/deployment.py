@@ -28,7 +28,7 @@ from nvflare.collab import collab
 
 import fedsolve as fs
 from fedsolve import config
-from fedsolve.flare import engine, jobs
+from fedsolve.flare import jobs, kits
 from fedsolve.flare.deploy import local_federation, run_on
 
 NAMES = ("deployment.Echoing", "deployment.Timing")
@@ -109,7 +109,7 @@ def federation(sites: int):
     """As `local_federation` makes it, with this file's classes allowed."""
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *sys.path])
-    engine.ALLOWED = (*engine.ALLOWED[:2], NAMES[1], NAMES[0], *engine.ALLOWED[2:])
+    kits.ALLOWED = (*kits.ALLOWED[:2], NAMES[1], NAMES[0], *kits.ALLOWED[2:])
     own = ["deployment:idle", "deployment:Echo"]
     return local_federation(sites, sites, lambda news: None, own)
 

@@ -36,6 +36,7 @@ from fedsolve.flare.deploy import (
     run_on,
 )
 from fedsolve.flare.jobs import OWNER, built
+from fedsolve.flare.kits import ADMIN, AUTHORITY, make_kits
 from fedsolve.flare.wire import decode, encode
 from test_conformance import ALGORITHMS, KINDS
 from test_tracking import check
@@ -273,7 +274,7 @@ def test_the_commands_of_an_owner(tmp_path):
     try:
         assert done("init", "federation.toml")[0] == 0
         kits = tmp_path / "kits/fedsolve/prod_00"
-        admin = str(kits / engine.ADMIN)
+        admin = str(kits / ADMIN)
         assert "kits has kits for all of these" in done("init", "federation.toml")[1]
         status, told = done("site", str(kits / "north"), "--data", "north.toml")
         assert (status, "No server at localhost" in told) == (2, True), told
@@ -532,7 +533,7 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
     check_certificate(kit)
     check_welcome(kit)
     port = int((kit / "startup/fed_client.json").read_text().split("localhost:")[1].split('"')[0])
-    foreign = engine.make_kits(tmp_path / "foreign", "localhost", port, ["site-1"])["site-1"]
+    foreign = make_kits(tmp_path / "foreign", "localhost", port, ["site-1"])["site-1"]
     refusals = {}
 
     def refused(who, check, place):
@@ -554,7 +555,7 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
     config_file = foreign / "startup/fed_client.json"
     config_file.write_text(config_file.read_text().replace("localhost:", "127.0.0.1:"))
     refused("a server under another name", check_welcome, foreign)
-    nobody = engine.make_kits(tmp_path / "n", "localhost", engine.free_port(), ["s"])["s"]
+    nobody = make_kits(tmp_path / "n", "localhost", engine.free_port(), ["s"])["s"]
     refused("nobody there", check_welcome, nobody)
     with socket.create_server(("localhost", 0)) as plain:
         text = (nobody / "startup/fed_client.json").read_text()
@@ -613,7 +614,7 @@ def test_sites_are_added_and_renewed(tmp_path):
     assert roots[0] == roots[1]
     # A certificate that ends soon is made anew, and only that.
     certificate_for(folder, north, "north", days=30)
-    authority = folder / engine.AUTHORITY
+    authority = folder / AUTHORITY
     kept = json.loads(authority.read_text())
     kept["north"]["cert"] = (north / "startup/client.crt").read_text()
     authority.write_text(json.dumps(kept))

@@ -30,7 +30,7 @@ STYLE = {
 }
 TITLES = {
     "objective": "Objective $f(w)$",
-    "weighted_objective": "Objective $\\sum_i p_i f_i(w)$",
+    "weighted_objective": "Objective $\\Sigma_i\\, p_i f_i(w)$",
     "constraint": "Constraint $g(w)$",
     "participation": "Contributions $N_i$",
     "reward": "Reward of an episode",

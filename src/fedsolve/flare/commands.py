@@ -19,6 +19,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.flare import deploy, engine
 from fedsolve.flare.data import own_clients, owners_file
 from fedsolve.flare.jobs import check_run_name
+from fedsolve.flare.kits import kit_name
 from fedsolve.folder import new_folder, save
 from fedsolve.tracking import Tracking, made
 
@@ -86,7 +87,7 @@ def site(kit: str, owners: str) -> int:
     deploy.check_certificate(place)
     deploy.check_welcome(place)
     start = functools.partial(engine.start_site, place, Path(owners))
-    return _foreground(start, place, f"{engine.kit_name(place)} runs; Ctrl-C ends it")
+    return _foreground(start, place, f"{kit_name(place)} runs; Ctrl-C ends it")
 
 
 def _foreground(start: Callable[[], Popen], kit: Path, text: str) -> int:

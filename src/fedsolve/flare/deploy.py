@@ -23,6 +23,7 @@ import tomli_w
 from fedsolve.config import Experiment
 from fedsolve.errors import InvalidInput
 from fedsolve.flare import engine
+from fedsolve.flare.kits import ADMIN, AUTHORITY, kit_name, make_kits
 from fedsolve.flare.server import FOLDER, saved_run
 from fedsolve.runs import Run
 
@@ -71,7 +72,7 @@ def local_federation(
     with engine.temporary_folder() as folder:
         try:
             tell({"note": "making certificates"})
-            kits = engine.make_kits(folder / "kits", "localhost", engine.free_port(), names)
+            kits = make_kits(folder / "kits", "localhost", engine.free_port(), names)
             tell({"note": f"starting a server and {sites} sites"})
             allowed = tomli_w.dumps({"allow": {"problems": list(allow)}})
             owned = kits["localhost"] / "owner.toml"
@@ -82,7 +83,7 @@ def local_federation(
                 data = f"[data]\nshare = [{first}, {end - first}]\n\n"
                 file.write_text(data + allowed, encoding="utf-8")
                 processes[name] = engine.start_site(kits[name], file)
-            admin = engine.Admin(kits[engine.ADMIN])
+            admin = engine.Admin(kits[ADMIN])
             try:
                 yield Local(folder, kits, processes, admin)
             finally:
@@ -269,9 +270,9 @@ def init(file: Path, out: Path) -> dict[str, Path]:
     names = table["sites"]
     if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
         raise InvalidInput(f"{file}: sites must be a list of names, got {names!r}.")
-    if out.exists() and not (out / engine.AUTHORITY).exists():
+    if out.exists() and not (out / AUTHORITY).exists():
         raise InvalidInput(f"{out} exists, and is no folder of kits.")
-    return engine.make_kits(out, str(table["server"]), table.get("port", 8002), names)
+    return make_kits(out, str(table["server"]), table.get("port", 8002), names)
 
 
 def keep_running(
@@ -319,10 +320,10 @@ def check_certificate(kit: Path) -> None:
     end = certificate.not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
         raise InvalidInput(
-            f"The certificate of {engine.kit_name(kit)} expired on {end:%Y-%m-%d}: make a new kit."
+            f"The certificate of {kit_name(kit)} expired on {end:%Y-%m-%d}: make a new kit."
         )
     name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
-    if name != (own := engine.kit_name(kit)):
+    if name != (own := kit_name(kit)):
         raise InvalidInput(f"This kit is that of {own}, but its certificate is that of {name}.")
 
 

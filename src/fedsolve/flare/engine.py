@@ -1,9 +1,8 @@
-"""FLARE itself: kits with certificates, processes, jobs."""
+"""FLARE itself: its processes, its jobs, its administrator."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
 import json
 import os
@@ -19,33 +18,12 @@ from typing import Any
 
 import psutil
 
-from fedsolve.checkpoints import write_atomically
 from fedsolve.errors import InvalidInput
+from fedsolve.flare import kits
 from fedsolve.flare.jobs import HOME, OWNER, TOPIC, check_run_name
 
-ADMIN = "admin@fedsolve.local"
 HEARTBEAT = 2.0  # seconds between two signs of life of a site
 SILENT = 5 * HEARTBEAT  # after so long without one it counts as gone
-ALLOWED = (
-    "nvflare.collab.runtime.controller.CollabController",
-    "nvflare.collab.runtime.executor.CollabExecutor",
-    "fedsolve.flare.jobs.Coordinator",
-    "fedsolve.flare.jobs.Site",
-    "fedsolve.flare.launcher.TolerantLauncher",
-)
-RIGHTS = {  # of the administrator, on every machine; nobody else has any
-    **dict.fromkeys(["submit_job", "clone_job", "manage_job", "download_job"], "any"),
-    **dict.fromkeys(["app_command", "view", "operate"], "any"),
-    # A job with code of its own would be free of the list of classes above.
-    **dict.fromkeys(["byoc", "shell_commands", "server-predeployed-flwr"], "none"),
-}
-AUTHORITY = Path("fedsolve", "state", "cert.json")  # in the folder of a federation's kits
-ROOT_DAYS = 3650  # the authority outlives the certificates that it makes, of 360 days,
-RENEW_DAYS = 90  # and renews those that end so soon
-KIT_NAMES = {  # where the parts of a kit tell whose it is
-    "fed_server.json": ("servers", 0, "admin_server"),
-    "fed_client.json": ("client", "fqsn"),
-}
 ENVIRONMENT = {  # without the first two every reply leaves a thread behind for a minute
     "NVFLARE_STREAMING_RETRY_TIMEOUT": "3",
     "NVFLARE_STREAMING_RETRY_WAIT": "1",
@@ -53,124 +31,6 @@ ENVIRONMENT = {  # without the first two every reply leaves a thread behind for 
 }
 # Messages are new memory every time: in large pages it is there four times as fast.
 MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-
-def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str, Path]:
-    """A federation's kits, for the server, each site, the administrator. In a folder that has some
-    already the authority is the same, and so are certificates that are good for a while longer:
-    what is given are the kits with new ones."""
-    before, root = _kept_certificates(folder), {"root_valid_days": ROOT_DAYS}
-    names = [host, *sites, ADMIN]
-    if before >= {*names}:
-        raise InvalidInput(f"{folder} has kits for all of these; good certificates are kept.")
-    builders = ["workspace.WorkspaceBuilder", "static_file.StaticFileBuilder", "cert.CertBuilder"]
-    project: dict[str, Any] = {
-        "api_version": 3,
-        "name": "fedsolve",
-        "description": "made by fedsolve",
-        "participants": [
-            {"name": host, "type": "server", "org": "fedsolve", "fed_learn_port": port},
-            *[{"name": site, "type": "client", "org": "fedsolve"} for site in sites],
-            {"name": ADMIN, "type": "admin", "org": "fedsolve", "role": "project_admin"},
-        ],
-        "builders": [
-            {"path": f"nvflare.lighter.impl.{builder}", "args": arguments}
-            for builder, arguments in zip(
-                [*builders, "signature.SignatureBuilder"],
-                [{"template_file": ["master_template.yml"]}, {"scheme": "grpc"}, root, {}],
-                strict=True,
-            )
-        ],
-    }
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    plan = folder / "project.yml"
-    plan.write_text(json.dumps(project), encoding="utf-8")  # JSON is YAML
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "nvflare.cli",
-            "provision",
-            "-p",
-            str(plan),
-            "-w",
-            str(folder),
-            "--force",
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HOME": str(folder)},
-    )
-    made = max((folder / "fedsolve").glob("prod_*"), default=folder)
-    if not (made / host).is_dir() or done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
-    for path in (*made.rglob("*.key"), folder / AUTHORITY):
-        path.chmod(0o600)  # the last one has the key that makes all others
-    return {name: made / name for name in names if name not in before}
-
-
-def _kept_certificates(folder: Path) -> set[str]:
-    """Whose certificates the authority of that folder keeps; of others it makes new ones."""
-    from cryptography import x509
-
-    if not (folder / AUTHORITY).exists():
-        return set()
-    kept = json.loads((folder / AUTHORITY).read_text())
-    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=RENEW_DAYS)
-    for name, entry in list(kept.items()):
-        if isinstance(entry, dict):
-            certificate = x509.load_pem_x509_certificate(entry["cert"].encode())
-            if certificate.not_valid_after_utc < soon:
-                del kept[name]
-    write_atomically(folder / AUTHORITY, json.dumps(kept).encode())
-    (folder / AUTHORITY).chmod(0o600)
-    return {name for name, entry in kept.items() if isinstance(entry, dict)}
-
-
-def kit_name(kit: Path) -> str:
-    """Whose kit this is, whatever its folder is called."""
-    for file, path in KIT_NAMES.items():
-        if (kit / "startup" / file).exists():
-            found: Any = json.loads((kit / "startup" / file).read_text())
-            for key in path:
-                found = found[key]
-            return str(found)
-    raise InvalidInput(f"{kit} is no kit of a server or a site.")
-
-
-def _prepare(kit: Path) -> None:
-    """A kit's local policy: what classes jobs may name, that they bring no code and nobody looks
-    into files, where jobs are kept, what is logged.
-
-    Made at every start, since a kit is carried from where it was made to where it is used.
-    """
-    local = kit / "local"
-    resources = json.loads((local / "resources.json.default").read_text())
-    resources["class_allow_list"] = list(ALLOWED)
-    resources["allow_log_streaming"] = False  # a site's log stays there
-    resources["components"] = [c for c in resources["components"] if "log" not in c["id"]]
-    for component in resources.get("components", []):
-        if component.get("id") == "process_launcher":
-            component["path"] = component["path"].replace(
-                "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher",
-                "fedsolve.flare.launcher.TolerantLauncher",
-            )
-        if "uri_root" in component.get("args", {}):
-            component["args"]["uri_root"] = str(kit / "jobs")
-    if "snapshot_persistor" in resources:
-        storage = resources["snapshot_persistor"]["args"]["storage"]["args"]
-        storage["root_dir"] = str(kit / "snapshots")
-    (local / "resources.json").write_text(json.dumps(resources, indent=1))
-    policy = {"format_version": "1.0", "permissions": {"project_admin": RIGHTS}}
-    (local / "authorization.json").write_text(json.dumps(policy, indent=1))
-    logging = json.loads((local / "log_config.json.default").read_text())
-    for logger in logging.get("loggers", {}).values():
-        logger["level"] = "WARNING"
-    # The administrator may ask a job for news before it can answer: no error.
-    quiet = "nvflare.private.fed.server.server_commands.AppCommandProcessor"
-    logging.setdefault("loggers", {})[quiet] = {"level": "CRITICAL"}
-    (local / "log_config.json").write_text(json.dumps(logging, indent=1))
 
 
 def start_server(kit: Path, owners_file: Path | None = None) -> subprocess.Popen:
@@ -185,13 +45,15 @@ def start_site(kit: Path, owners_file: Path) -> subprocess.Popen:
 
 def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
     kit = kit.resolve()
-    _prepare(kit)
+    kits.prepare(kit)
     extra = {HOME: str(kit / "fedsolve")}
     extra |= {OWNER: str(owners_file.resolve())} if owners_file is not None else {}
     module = f"nvflare.private.fed.app.{role}.{role}_train"
     words = ["-m", str(kit), "-s", f"fed_{role}.json", "--set", "secure_train=true"]
     words += (
-        [f"uid={kit_name(kit)}", f"heart_beat_interval={HEARTBEAT}"] if role == "client" else []
+        [f"uid={kits.kit_name(kit)}", f"heart_beat_interval={HEARTBEAT}"]
+        if role == "client"
+        else []
     )
     words += ["org=fedsolve", "config_folder="]
     with open(kit / "output.log", "ab") as output:
@@ -229,12 +91,16 @@ def write_job(folder: Path, experiment: dict[str, Any], run: str, sites: list[st
     server = {
         "format_version": 2,
         "workflows": [
-            {"id": "controller", "path": ALLOWED[0], "args": {"server_obj_id": "_server", **common}}
+            {
+                "id": "controller",
+                "path": kits.ALLOWED[0],
+                "args": {"server_obj_id": "_server", **common},
+            }
         ],
         "components": [
             {
                 "id": "_server",
-                "path": ALLOWED[2],
+                "path": kits.ALLOWED[2],
                 "args": {"experiment": text, "run": run},
             }
         ],
@@ -246,11 +112,14 @@ def write_job(folder: Path, experiment: dict[str, Any], run: str, sites: list[st
         "executors": [
             {
                 "tasks": ["*"],
-                "executor": {"path": ALLOWED[1], "args": {"client_obj_id": "_client", **common}},
+                "executor": {
+                    "path": kits.ALLOWED[1],
+                    "args": {"client_obj_id": "_client", **common},
+                },
             }
         ],
         "components": [
-            {"id": "_client", "path": ALLOWED[3], "args": {"experiment": text, "run": run}}
+            {"id": "_client", "path": kits.ALLOWED[3], "args": {"experiment": text, "run": run}}
         ],
         "task_data_filters": [],
         "task_result_filters": [],
@@ -291,7 +160,7 @@ class Admin:
         if self._session is None:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # it prints that it connects
-                    self._session = new_secure_session(ADMIN, str(self._kit), timeout=5.0)
+                    self._session = new_secure_session(kits.ADMIN, str(self._kit), timeout=5.0)
             except Exception as error:
                 raise NoServer(f"No server answers: {error}.") from error
         return self._session
