@@ -77,19 +77,19 @@ class Timing(jobs.Coordinator):
 
     def _all_runs(self) -> None:
         experiment = jobs.built(self._text)
-        for problem, _ in experiment.cells.values():
-            data = bytes(4 * problem.size)
-            times = []
-            for _ in range(min(experiment.options["rounds"], 30)):
-                began = time.perf_counter()
+        ((problem, _),) = experiment.cells.values()
+        data = bytes(4 * problem.size)
+        calls = experiment.options["evaluate_every"]
+        for _ in range(experiment.options["rounds"] // calls):
+            began = time.perf_counter()
+            for _ in range(calls):
                 waiting: list[Any] = [
                     collab.get_clients([c.name])(blocking=False, timeout=60.0).echo(data)
                     for c in collab.clients
                 ]
                 for queue in waiting:
                     list(queue)
-                times.append(1e3 * (time.perf_counter() - began))
-            self._tell({"bare": statistics.median(times)})
+            self._tell({"bare": 1e3 * (time.perf_counter() - began) / calls})
         super()._all_runs()
 
 
@@ -115,20 +115,24 @@ def federation(sites: int):
 
 
 def compare(running: Any, sites: int, size: int) -> None:
-    """The median of some spans: the first of ours has compiling in it."""
-    bare, ours = [], {}
+    """Medians of spans of as many exchanges each: the first of ours has compiling in it."""
+    cells = [f"{sites:3d} sites", f"{size:>12,} B"]
+    rounds = 20 if size > 10**7 else 100 if size > 10**5 else 300
     for large in (False, True):
         told: list[dict[str, Any]] = []
-        wanted = experiment(sites, size, 12 if size > 10**7 else 60, 6, large)
-        run_on(running, wanted, f"timing-{size}-{large}", told.append)
-        bare += [news["bare"] for news in told if "bare" in news]
-        times = [news["milliseconds"] for news in told if "milliseconds" in news]
-        ours[large] = statistics.median(times) / bare[-1]
-    print(
-        f"{sites:3d} sites  {size:>12,} B  bare {statistics.mean(bare):8.1f} ms  "
-        f"ours, small state {ours[False]:.2f} ×, state as large as w {ours[True]:.2f} ×",
-        flush=True,
-    )
+        run_on(
+            running,
+            experiment(sites, size, rounds, 10, large),
+            f"timing-{size}-{large}",
+            told.append,
+        )
+        bare, ours = (
+            statistics.median(news[name] for news in told if name in news)
+            for name in ("bare", "milliseconds")
+        )
+        state = "state as large as w" if large else "small state"
+        cells.append(f"{state}: bare {bare:.1f} ms, ours {ours:.1f} ms, {ours / bare:.2f} ×")
+    print("  ".join(cells), flush=True)
 
 
 def endure(exchanges: int) -> None:

@@ -10,6 +10,7 @@ from scipy import stats
 import examples
 import fedsolve as fs
 from fedsolve.federation import Bytes, State
+from fedsolve.packets import FEW
 from fedsolve.replies import Replies
 from fedsolve.simulation import Simulation
 
@@ -220,3 +221,14 @@ def test_what_a_biased_uplink_holds_back_is_in_the_history(runtime):
     for uplink in (fs.Identity(), fs.RandK(0.4)):
         plain = fs.FedSGM(0.02, uplink=uplink, participants=3)
         assert "uplink_error" not in fs.solve(examples.least_squares(), plain, rounds=1).history
+
+
+@pytest.mark.parametrize("clients", [1, FEW, FEW + 1])
+def test_few_and_many_replies_are_added_alike(clients):
+    """And what did not arrive may be anything."""
+    rows = np.random.default_rng(0).standard_normal((clients, 5))
+    arrived = np.arange(clients) % 2 == 0
+    silent = jnp.where(arrived[:, None], rows, np.nan)
+    weights = np.arange(1.0, clients + 1)
+    total = jax.jit(lambda v, a, w: Replies(v, a).sum(w))(silent, jnp.asarray(arrived), weights)
+    np.testing.assert_allclose(total, (weights * arrived) @ rows, rtol=1e-5)

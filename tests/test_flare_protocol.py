@@ -414,12 +414,12 @@ def test_a_power_cut_takes_no_names(tmp_path, monkeypatch):
     journal = Journal(home)
     assert journal.load() == (None, [])
     for step in range(3):
-        journal.append(b"answer")
+        journal.append([b"ans", b"wer"])
         assert {path.name for path in home.iterdir()} <= kept[home]
-        journal.restart(b"base %d" % step)
+        journal.restart([b"base ", b"%d" % step])
     assert kept[tmp_path] == {"runs"}
     assert kept[tmp_path / "runs"] == {"trial"}
-    journal.append(b"last")
+    journal.append([b"last"])
     again = Journal(home)
     assert again.load() == (b"base 2", [b"last"])
 

@@ -13,7 +13,16 @@ from safetensors.numpy import load, save
 import examples
 import fedsolve as fs
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import Refused, decode, encode, nothing_left, protocol, size_of, take
+from fedsolve.flare.wire import (
+    Refused,
+    decode,
+    encode,
+    in_order,
+    nothing_left,
+    protocol,
+    size_of,
+    take,
+)
 
 ALGORITHM = fs.FedSGM(0.1, 0.1, participants=3, uplink=fs.TopK(0.4), downlink=fs.Float4())
 PROTOCOL = protocol(examples.least_squares().on_device(), ALGORITHM, 6)
@@ -259,3 +268,12 @@ def test_no_question_at_all_breaks_a_site(share, noise, place, value, keep):
     rest = good[place + 1 :] if keep else noise
     answered, _ = decode(share.answer(good[:place] + bytes([value]) + rest), 10_000)
     assert answered["status"] in ("ok", "behind", "refused")
+
+
+@given(st.lists(st.integers(0, 6), min_size=0, max_size=6))
+def test_rows_in_order_are_the_same_rows(rows):
+    everything, rows = np.arange(7), np.asarray(rows, int)
+    picked = everything[in_order(rows)]
+    np.testing.assert_array_equal(picked, everything[rows])
+    if len(rows) and (np.diff(rows) == 1).all():
+        assert np.shares_memory(picked, everything)

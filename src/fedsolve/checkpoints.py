@@ -208,7 +208,7 @@ def exists(path: Path) -> bool:
     return path.exists() or _before(path).exists()
 
 
-def write_atomically(path: Path, *parts: bytes, before: Path | None = None) -> None:
+def write_atomically(path: Path, *parts: bytes | memoryview, before: Path | None = None) -> None:
     """The file has the old content or the new one, whenever the power fails; the old one is kept
     as `before`, if asked for."""
     beside = path.with_name(path.name + ".new")

@@ -7,11 +7,13 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedsolve.checkpoints import keep_names, write_atomically
 
+Parts = Sequence[bytes | memoryview]  # bytes, one after the other
 HEADER = struct.Struct("<QI")  # a record's length and checksum
 
 
@@ -61,22 +63,26 @@ class Journal:
         if hasattr(self, "_file"):
             self._file.close()
 
-    def append(self, record: bytes) -> None:
-        self._file.write(HEADER.pack(len(record), zlib.crc32(record)))
-        self._file.write(record)
+    def append(self, record: Parts) -> None:
+        """A record, in parts."""
+        size, checksum = sum(map(len, record)), 0
+        for part in record:
+            checksum = zlib.crc32(part, checksum)
+        for part in (HEADER.pack(size, checksum), *record):
+            self._file.write(part)
         self._file.flush()
         os.fdatasync(self._file.fileno())
-        self._length += HEADER.size + len(record)
+        self._length += HEADER.size + size
 
     def is_long(self) -> bool:
         """Whether a new base would be much shorter."""
-        return self._length > 2**24 + 4 * self._base
+        return self._length > 2**24 + 8 * self._base
 
-    def restart(self, base: bytes) -> None:
+    def restart(self, base: Parts) -> None:
         """Begins anew from a base that has everything."""
         old = [self._path("base", ".safetensors"), self._path("records", ".log")]
-        self._number, self._base, self._length = self._number + 1, len(base), 0
-        write_atomically(self._path("base", ".safetensors"), base)
+        self._number, self._base, self._length = self._number + 1, sum(map(len, base)), 0
+        write_atomically(self._path("base", ".safetensors"), *base)
         self._file.close()
         self._begin()
         for path in old:

@@ -16,9 +16,9 @@ from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithm import Algorithm
 from fedsolve.federation import Federation, Flags, Question, State
-from fedsolve.flare.journal import Journal, read
+from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.link import Link, TooFew
-from fedsolve.flare.wire import decode, encode, take
+from fedsolve.flare.wire import decode, in_order, parts, take
 from fedsolve.packets import Packet
 from fedsolve.problem import Problem
 from fedsolve.programs import prepared
@@ -50,18 +50,21 @@ class Deployment(Federation):
 
         def ask(round: Any, cohort: Any, asked: Any, message: PyTree, w: Any) -> Any:
             cohort, asked = np.asarray(cohort), np.asarray(asked)
-            values = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+            values = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
             arrived = np.zeros(size, bool)
+            found = []
             if asked.any():
                 found = self._link.ask(int(round), number, cohort[asked], message, w)
-                for clients, replies in found:
-                    order = np.argsort(clients)
-                    place = np.searchsorted(clients, cohort, sorter=order)
-                    row = order[np.minimum(place, len(clients) - 1)]
-                    here = np.flatnonzero((np.asarray(clients)[row] == cohort) & asked)
-                    arrived[here] = True
-                    for all, own in zip(*map(jax.tree.leaves, (values, replies)), strict=True):
-                        all[here] = own[row[here]]
+            for clients, replies in found:
+                order = np.argsort(clients)
+                place = np.searchsorted(clients, cohort, sorter=order)
+                row = order[np.minimum(place, len(clients) - 1)]
+                here = np.flatnonzero((np.asarray(clients)[row] == cohort) & asked)
+                arrived[here] = True
+                for all, own in zip(*map(jax.tree.leaves, (values, replies)), strict=True):
+                    all[in_order(here)] = own[in_order(row[here])]
+            for all in jax.tree.leaves(values):
+                all[~arrived] = 0
             return values, arrived
 
         here = jax.ShapeDtypeStruct((size,), bool)
@@ -159,13 +162,13 @@ def serve(
             if progress is not None:
                 progress({k: v[-1].item() for k, v in new.items() if v.ndim == 1} | news)
 
-        def record(chunks: list[History]) -> bytes:
+        def record(chunks: list[History]) -> Parts:
             """Where the run is, with that part of its history."""
             head, arrays = link.saved()
             head = {"link": head, "news": news, "seconds": time.perf_counter() - began}
             for name, part in {"history": _history(chunks), "waiting": waiting}.items():
                 head[name], arrays[name] = list(part), list(part.values())
-            return encode(head, arrays | {"state": state})
+            return parts(head, arrays | {"state": state})
 
         def save() -> None:
             journal.append(record(fresh))

@@ -27,13 +27,15 @@ from jaxtyping import PyTree
 from fedsolve.algorithm import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation import Question, evaluation_key
-from fedsolve.flare.journal import Journal
+from fedsolve.flare.journal import Journal, Parts
 from fedsolve.flare.wire import (
     Protocol,
     Refused,
     decode,
     encode,
+    in_order,
     nothing_left,
+    parts,
     protocol,
     size_of,
     take,
@@ -158,7 +160,7 @@ class Share:
         known = known if known is not None and known.digest == digest else None
         if known is not None and known.reply is not None:
             return known.reply
-        rows = jax.tree.map(lambda leaf: leaf[local], self._before(number, used))
+        rows = jax.tree.map(lambda leaf: leaf[in_order(local)], self._before(number, used))
         moved, reply = self._compute(number, round, clients, local, rows, message)
         moves = not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
@@ -170,7 +172,7 @@ class Share:
         if moves:
             kept = {"round": round, "number": number, "digest": digest}
             kept["settled"] = head["settled"]
-            self._journal.append(encode(kept, {"local": local, "rows": moved}))
+            self._journal.append(parts(kept, {"local": local, "rows": moved}))
         self._keep(round, number, _Entry(digest, local, moved, answer))
         if self._journal.is_long():
             self._journal.restart(self._everything())
@@ -190,7 +192,7 @@ class Share:
             np.int32(size),
             clients[index].astype(np.int32),
             local[index].astype(np.int32),
-            jax.tree.map(lambda leaf: leaf[index], rows),
+            jax.tree.map(lambda leaf: leaf[in_order(index)], rows),
             message,
         )
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:size], (moved, reply))
@@ -265,14 +267,14 @@ class Share:
         self._settle(head["round"], head["settled"])
         self._keep(head["round"], head["number"], self._entry(head["digest"], arrays))
 
-    def _everything(self) -> bytes:
+    def _everything(self) -> Parts:
         """For a new journal to begin with."""
         head = {"settled": self._settled, "round": self._round}
         head["log"] = {str(number): entry.digest for number, entry in self._log.items()}
         arrays: dict[str, PyTree] = {"states": self._states}
         for number, entry in self._log.items():
             arrays |= {f"{number}.local": entry.local, f"{number}.rows": entry.rows}
-        return encode(head, arrays)
+        return parts(head, arrays)
 
     def _restore(self, base: bytes) -> None:
         head, arrays = decode(base, None)
@@ -349,6 +351,8 @@ def _same(one: PyTree, other: PyTree) -> bool:
 
 
 def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:
+    if len(where) == len(all) and isinstance(in_order(where), slice):
+        return new
     changed = np.array(all)
     changed[where] = new
     return changed

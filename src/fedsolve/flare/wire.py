@@ -43,6 +43,11 @@ class Refused(Exception):
 
 def encode(head: dict[str, Any], arrays: dict[str, PyTree]) -> bytes:
     """The head, and trees of arrays by name. Each array is copied once, to its place."""
+    return b"".join(parts(head, arrays))
+
+
+def parts(head: dict[str, Any], arrays: dict[str, PyTree]) -> list[bytes | memoryview]:
+    """The same bytes in parts, nothing copied."""
     flat = [
         (f"{name}.{number}", _plain(np.asarray(leaf)))
         for name, tree in arrays.items()
@@ -57,8 +62,10 @@ def encode(head: dict[str, Any], arrays: dict[str, PyTree]) -> bytes:
         table[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (start, end)}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
-    parts = [array.reshape(-1).view(np.uint8).data for _, array in flat]
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    return [
+        len(text).to_bytes(8, "little") + text,
+        *(array.reshape(-1).view(np.uint8).data for _, array in flat),
+    ]
 
 
 def decode(data: Any, most: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -123,6 +130,14 @@ def take(
             raise Refused(f"{key} is not finite")
         found.append(array)
     return jax.tree.unflatten(structure, found)
+
+
+def in_order(rows: np.ndarray) -> Any:
+    """Numbers of rows; as a slice where they follow one another, which picks without a copy."""
+    count = len(rows)
+    if count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[0]) + count)
+    return rows
 
 
 def nothing_left(arrays: dict[str, np.ndarray]) -> None:
