@@ -157,6 +157,7 @@ def effort(groups: Groups, path: str | Path | None = None) -> Any:
     from the least to the greatest) against the number after it."""
     from matplotlib.figure import Figure
     from matplotlib.style import context
+    from matplotlib.ticker import LogLocator
 
     with context(STYLE):
         figure = Figure(figsize=(4.4, 2.8), layout="constrained")
@@ -166,12 +167,15 @@ def effort(groups: Groups, path: str | Path | None = None) -> Any:
             taken = [[run.rounds for run in runs] for runs in shown.values()]
             color, at = COLORS[index % len(COLORS)], [float(number) for number in numbers]
             middle = [np.median(rounds) for rounds in taken]
-            axis.plot(at, middle, "o-", color=color, markersize=3, linewidth=1.2, label=heading)
+            marker, size = MARKERS[index % len(MARKERS)], max(6.5 - index, 2.5)  # they may coincide
+            axis.plot(at, middle, marker + "-", color=color, ms=size, lw=1.2, label=heading)
             lowest, highest = zip(*((min(rounds), max(rounds)) for rounds in taken), strict=True)
             axis.fill_between(at, lowest, highest, color=color, alpha=0.2, linewidth=0)
             axis.set(xlabel=names[0], ylabel="Rounds")
         if axis.dataLim.y1 > 5 * axis.dataLim.y0:
-            axis.set_yscale("log")
+            axis.set_yscale("log", subs=[])
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
         else:
             axis.set_ylim(0, 1.1 * axis.dataLim.y1)
         figure.legend(loc="outside right upper")
