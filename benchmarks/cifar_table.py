@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import fedsolve as fs
-from fedsolve import config
+from fedsolve.experiments import config
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 PAPER = {

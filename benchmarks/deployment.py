@@ -27,9 +27,10 @@ import psutil
 from nvflare.collab import collab
 
 import fedsolve as fs
-from fedsolve import config
-from fedsolve.flare import jobs, kits
-from fedsolve.flare.deploy import local_federation, run_on
+from fedsolve.experiments import config
+from fedsolve.flare import jobs
+from fedsolve.flare import provisioning as kits
+from fedsolve.flare.supervisor import local_federation, run_on
 
 NAMES = ("deployment.Echoing", "deployment.Timing")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 import fedsolve as fs
-from fedsolve import config
+from fedsolve.experiments import config
 
 COLUMNS = ("round", "objective", "constraint", "reward", "cost", "switch", "bytes_up_total")
 

@@ -28,7 +28,7 @@ import numpy as np
 
 import fedsolve as fs
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import Refused, decode, encode, nothing_left, size_of, take
+from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
 
 MEMORY = 256  # MiB that all of them together may take
 COMPRESSOR = fs.Compose(fs.TopK(0.4), fs.Float8())

@@ -34,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsolve as fs
-from fedsolve.setting import Setting
-from fedsolve.simulation import Simulation, compiled_advance, compiled_start
-from fedsolve.solving import numbers_on_device
-from fedsolve.spans import padded
+from fedsolve.federation.options import Setting
+from fedsolve.runtimes.simulation import Simulation, compiled_advance, compiled_start
+from fedsolve.solving.chunks import padded
+from fedsolve.solving.solve import numbers_on_device
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "docs" / "results" / "limits.json", ROOT / "docs" / "limits.md"

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedsolve import __version__, reproduce
-from fedsolve.folder import Contents
-from fedsolve.results import page
+from fedsolve import __version__
+from fedsolve.experiments.run_folder import Contents
+from fedsolve.papers import reproduce
+from fedsolve.papers.pages import page
 
 
 def main():

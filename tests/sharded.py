@@ -15,8 +15,8 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve import checkpoints
 from fedsolve.participation import DataSize, FirstAnswers, Top
+from fedsolve.solving import checkpoint as checkpoints
 
 EXACT = {"precision": "float64", "seed": 3}
 

@@ -23,7 +23,7 @@ import numpy as np
 import conftest  # noqa: F401  (programs that were compiled before are found again)
 import examples
 import fedsolve as fs
-from fedsolve.checkpoints import exists
+from fedsolve.solving.checkpoint import exists
 from test_conformance import ALGORITHMS
 
 EVERY = ALGORITHMS | {

@@ -8,7 +8,7 @@ import pytest
 import examples
 import fedsolve as fs
 import oracles
-from fedsolve.simulation import evaluate
+from fedsolve.runtimes.evaluation import evaluate
 from test_fedsgm import trajectory
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
-from fedsolve import trpo
+from fedsolve.problems import trpo
 from fedsolve.problems.cartpole import costs, draw, fallen, move, policy
 from test_conformance import assert_same
 

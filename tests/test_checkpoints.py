@@ -19,7 +19,9 @@ import pytest
 import examples
 import fedsolve as fs
 import survivor
-from fedsolve import checkpoints, folder
+from fedsolve.experiments import run_folder as folder
+from fedsolve.solving import checkpoint as checkpoints
+from fedsolve.storage.atomic import check_writable
 from test_cli import fedsolve  # noqa: F401
 
 KILLS = int(os.environ.get("FEDSOLVE_KILLS", "2"))
@@ -235,7 +237,7 @@ def test_a_folder_that_cannot_be_written_to():
             os.seteuid(65534)  # root may write anywhere
         try:
             with pytest.raises(fs.InvalidInput, match=r"Cannot write to .*: Permission denied"):
-                checkpoints.check_writable(Path(name))
+                check_writable(Path(name))
         finally:
             os.seteuid(user)
         assert not list(Path(name).iterdir())

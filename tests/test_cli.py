@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import fedsolve as fs
 from examples import DATA
-from fedsolve import cli
+from fedsolve.cli import main as cli
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve import config
-from fedsolve.clock import Seconds
+from fedsolve.experiments import config
+from fedsolve.federation.clock import Seconds
 from fedsolve.participation import FirstAnswers
 
 N, D = 6, 5

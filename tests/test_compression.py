@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from fedsolve.compression import (
+from fedsolve.compression.compressors import (
     QSGD,
     Compose,
     Compressor,

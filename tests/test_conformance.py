@@ -9,9 +9,9 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve.federation import State
-from fedsolve.simulation import Simulation
-from fedsolve.sweeping import with_field
+from fedsolve.federation.state import State
+from fedsolve.runtimes.simulation import Simulation
+from fedsolve.solving.sweep import with_field
 
 ALGORITHMS = {
     "FedSGM hard": fs.FedSGM(0.05, 0.1, participants=3, local_steps=2),

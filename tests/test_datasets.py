@@ -15,7 +15,7 @@ import pytest
 
 import fedsolve as fs
 from examples import DATA, needs_data
-from fedsolve import datasets
+from fedsolve.data import datasets
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -12,7 +12,7 @@ import pytest
 
 import fedsolve as fs
 import sharded
-from fedsolve import checkpoints
+from fedsolve.solving import checkpoint as checkpoints
 
 HERE = Path(__file__).parent
 LIMIT = 240  # seconds: a run must never hang

@@ -20,8 +20,10 @@ from jaxtyping import Array, Float, Int8
 
 import examples
 import fedsolve as fs
-from fedsolve import cli, config, reproduce
-from fedsolve.flare.data import check_data
+from fedsolve.cli import main as cli
+from fedsolve.experiments import config
+from fedsolve.flare.site_config import check_data
+from fedsolve.papers import reproduce
 from test_cli import fedsolve  # noqa: F401
 
 ROOT = Path(__file__).parent.parent

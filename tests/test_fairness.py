@@ -14,9 +14,9 @@ from sklearn.metrics import accuracy_score, log_loss
 
 import fedsolve as fs
 from examples import DATA, needs_data
+from fedsolve.federation.replies import Replies
 from fedsolve.problems import fairness
-from fedsolve.replies import Replies
-from fedsolve.simulation import evaluate
+from fedsolve.runtimes.evaluation import evaluate
 
 
 def some_people(count, seed=0):

@@ -9,10 +9,11 @@ from scipy import stats
 
 import examples
 import fedsolve as fs
-from fedsolve.federation import Bytes, State
-from fedsolve.packets import FEW
-from fedsolve.replies import Replies
-from fedsolve.simulation import Simulation
+from fedsolve.compression.packets import FEW
+from fedsolve.federation.counters import Bytes
+from fedsolve.federation.replies import Replies
+from fedsolve.federation.state import State
+from fedsolve.runtimes.simulation import Simulation
 
 
 def test_bytes_of_a_round_are_those_of_its_packets():

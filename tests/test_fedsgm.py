@@ -10,8 +10,8 @@ import pytest
 import examples
 import fedsolve as fs
 import oracles
-from fedsolve.federation import State
-from fedsolve.simulation import Simulation
+from fedsolve.federation.state import State
+from fedsolve.runtimes.simulation import Simulation
 
 ROUNDS = 200
 

@@ -24,10 +24,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
 import fedsolve as fs
-from fedsolve import config, kinds
-from fedsolve.flare import commands, engine, jobs
-from fedsolve.flare.data import site_problem
-from fedsolve.flare.deploy import (
+from fedsolve.cli import deploy as commands
+from fedsolve.experiments import config
+from fedsolve.experiments import registry as kinds
+from fedsolve.flare import admin as engine
+from fedsolve.flare import jobs
+from fedsolve.flare.jobs import OWNER, built
+from fedsolve.flare.provisioning import ADMIN, AUTHORITY, make_kits
+from fedsolve.flare.site_config import site_problem
+from fedsolve.flare.supervisor import (
     check_certificate,
     check_welcome,
     init,
@@ -35,9 +40,7 @@ from fedsolve.flare.deploy import (
     local_federation,
     run_on,
 )
-from fedsolve.flare.jobs import OWNER, built
-from fedsolve.flare.kits import ADMIN, AUTHORITY, make_kits
-from fedsolve.flare.wire import decode, encode
+from fedsolve.storage.arrays import decode, encode
 from test_conformance import ALGORITHMS, KINDS
 from test_tracking import check
 

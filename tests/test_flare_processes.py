@@ -17,12 +17,12 @@ import pytest
 import examples
 import fedsolve as fs
 from fedsolve.flare.journal import read
-from fedsolve.flare.link import Link, TooFew
+from fedsolve.flare.roster import Link, TooFew
 from fedsolve.flare.server import saved_run, serve
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import decode, encode, take
-from fedsolve.programs import keep_compiled_programs
-from fedsolve.solving import numbers_on_device, precision_of
+from fedsolve.runtimes.compilation import keep_compiled_programs
+from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.storage.arrays import decode, encode, take
 
 EVERYONE = (0, 6)
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}

@@ -15,12 +15,12 @@ import pytest
 import examples
 import fedsolve as fs
 from fedsolve.flare.journal import Journal, read
-from fedsolve.flare.link import Link, TooFew
+from fedsolve.flare.roster import Link, TooFew
 from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import decode, encode
-from fedsolve.solving import numbers_on_device, precision_of
-from fedsolve.sweeping import with_field
+from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.solving.sweep import with_field
+from fedsolve.storage.arrays import decode, encode
 from test_conformance import ALGORITHMS, every_algorithm_costly
 
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}

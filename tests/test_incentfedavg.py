@@ -12,9 +12,9 @@ import fedsolve as fs
 import theorems
 from fedsolve import games
 from fedsolve.algorithms.incentfedavg import SUBSET
-from fedsolve.federation import State
-from fedsolve.samples import Samples
-from fedsolve.simulation import Simulation
+from fedsolve.federation.state import State
+from fedsolve.problem.samples import Samples
+from fedsolve.runtimes.simulation import Simulation
 
 
 def mean_problem(clients=5, samples=6, size=3, seed=0, **options):

@@ -10,8 +10,8 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve import models
 from fedsolve.algorithms.moon import similarity
+from fedsolve.models import networks as models
 
 images = importlib.import_module("fedsolve.problems.images")  # not the function
 

@@ -10,10 +10,10 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve import config
-from fedsolve.federation import State
+from fedsolve.experiments import config
+from fedsolve.federation.state import State
 from fedsolve.participation.weighting import draw_proportionally
-from fedsolve.simulation import Simulation
+from fedsolve.runtimes.simulation import Simulation
 
 parts = fs.participation
 

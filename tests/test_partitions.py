@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedsolve as fs
-from fedsolve import partitions
+from fedsolve.data import partitions
 
 CIFAR = np.tile(np.arange(10), 500)  # balanced, as CIFAR-10 is
 

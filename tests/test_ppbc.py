@@ -11,10 +11,10 @@ import pytest
 import examples
 import fedsolve as fs
 import oracles
-from fedsolve.domains import project_capped
-from fedsolve.federation import State
-from fedsolve.simulation import Simulation
-from fedsolve.solving import numbers_on_device
+from fedsolve.federation.state import State
+from fedsolve.problem.domains import project_capped
+from fedsolve.runtimes.simulation import Simulation
+from fedsolve.solving.solve import numbers_on_device
 
 parts = fs.participation
 PROBLEM = examples.least_squares(clients=6, constrained=False)

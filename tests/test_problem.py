@@ -8,12 +8,12 @@ import pytest
 
 import examples
 import fedsolve as fs
-from fedsolve.federation import State
-from fedsolve.problem import Client
+from fedsolve.federation.replies import Replies
+from fedsolve.federation.state import State
+from fedsolve.problem.client import Client
+from fedsolve.problem.samples import Samples
 from fedsolve.problems.losses import logistic
-from fedsolve.replies import Replies
-from fedsolve.samples import Samples
-from fedsolve.simulation import evaluate
+from fedsolve.runtimes.evaluation import evaluate
 
 SIZES = (3, 7, 1, 5)
 

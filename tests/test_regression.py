@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
-from fedsolve.simulation import client_values
+from fedsolve.runtimes.evaluation import client_values
 
 CSR = pytest.importorskip("scipy.sparse").csr_matrix
 

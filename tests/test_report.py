@@ -14,8 +14,8 @@ import tomli_w
 from safetensors.numpy import load_file, save_file
 
 import fedsolve as fs
+from fedsolve.experiments.report import report
 from fedsolve.plots import plot
-from fedsolve.report import report
 from test_cli import fedsolve  # noqa: F401
 
 HOSTILE = '</script><script>document.title="bad"</script><img src=x onerror=alert(1)>&lt;'

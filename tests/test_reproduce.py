@@ -10,7 +10,11 @@ import pandas as pd
 import pytest
 
 import fedsolve as fs
-from fedsolve import config, folder, kinds, reproduce, results
+from fedsolve.experiments import config
+from fedsolve.experiments import registry as kinds
+from fedsolve.experiments import run_folder as folder
+from fedsolve.papers import pages as results
+from fedsolve.papers import reproduce
 from test_cli import fedsolve  # noqa: F401  (a fixture)
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -34,7 +38,7 @@ def test_every_figure_and_table_is_there():
 
 
 def test_the_list_tells_state_and_cost(fedsolve, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("fedsolve.cli.out.width", 160)
+    monkeypatch.setattr("fedsolve.cli.main.out.width", 160)
     for words in (["reproduce"], ["reproduce", "--list"]):
         status, out, _ = fedsolve(*words)
         assert status == 0

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
-from fedsolve.problem import Client
-from fedsolve.simulation import evaluate
+from fedsolve.problem.client import Client
+from fedsolve.runtimes.evaluation import evaluate
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional

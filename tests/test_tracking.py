@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 import fedsolve as fs
-from fedsolve import config, tracking
+from fedsolve.experiments import config, tracking
 from test_checkpoints import wait_for_a_checkpoint
 from test_cli import fedsolve  # noqa: F401
 from test_documents import blocks
@@ -227,7 +227,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
 @needs_mlflow
 def test_addresses_are_as_mlflow_means_them(tmp_path, monkeypatch):
     """And the same once more, as a resumed run reads them from another folder."""
-    from fedsolve.mlflow import MLflow
+    from fedsolve.experiments.mlflow import MLflow
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()

@@ -12,17 +12,9 @@ from safetensors.numpy import load, save
 
 import examples
 import fedsolve as fs
+from fedsolve.flare.protocol import protocol
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import (
-    Refused,
-    decode,
-    encode,
-    in_order,
-    nothing_left,
-    protocol,
-    size_of,
-    take,
-)
+from fedsolve.storage.arrays import Refused, decode, encode, in_order, nothing_left, size_of, take
 
 ALGORITHM = fs.FedSGM(0.1, 0.1, participants=3, uplink=fs.TopK(0.4), downlink=fs.Float4())
 PROTOCOL = protocol(examples.least_squares().on_device(), ALGORITHM, 6)

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 
 import fedsolve as fs
-from fedsolve.checkpoints import exists
-from fedsolve.signals import Flag
+from fedsolve.solving.checkpoint import exists
+from fedsolve.solving.interrupt import Flag
 
 
 def join() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from work import ROUNDS, WORK, Meter, data
 
 import fedsolve as fs
-from fedsolve.models import halve, unfolded
-from fedsolve.samples import Samples
+from fedsolve.models.networks import halve, unfolded
+from fedsolve.problem.samples import Samples
 
 COMPUTE = os.environ.get("COMPUTE", "float32")
 GROUPED = os.environ.get("CONVOLUTION") == "grouped"

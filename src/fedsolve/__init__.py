@@ -8,27 +8,28 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import datasets, games, models, participation, partitions, problems, theory
-from fedsolve.algorithm import Algorithm
+from fedsolve import games, models, participation, problems, theory
 from fedsolve.algorithms import (
+    F3AST,
+    MOON,
     PPBC,
+    SCAFFOLD,
+    Algorithm,
     FedADMM,
     FedAlt,
     FedAvg,
     FedAvgAll,
+    FedDyn,
     FedProx,
     FedSGM,
     FedSim,
-    F3AST,
-    MOON,
-    SCAFFOLD,
-    FedDyn,
     IncentFedAvg,
     IPPConEx,
+    Participating,
     PenaltyFedAvg,
 )
-from fedsolve.clock import Clock, LogNormal, Mixture
-from fedsolve.compression import (
+from fedsolve.algorithms.switching import Hard, Soft, Switching
+from fedsolve.compression.compressors import (
     QSGD,
     Compose,
     Compressor,
@@ -39,25 +40,26 @@ from fedsolve.compression import (
     RandK,
     TopK,
 )
-from fedsolve.packets import Packet
-from fedsolve.constraints import Constraint, Maximum, Mean, Statistics
-from fedsolve.domains import Ball, Box, Domain, Simplex, WholeSpace
+from fedsolve.compression.packets import Packet
+from fedsolve.data import datasets, partitions
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput, ProcessLost
-from fedsolve.federation import Federation
+from fedsolve.experiments.tracking import Follower, Tracked, Tracker
+from fedsolve.federation.clock import Clock, LogNormal, Mixture
+from fedsolve.federation.federation import Federation
+from fedsolve.federation.replies import Replies
 from fedsolve.fields import static
 from fedsolve.games import Game
-from fedsolve.local import SGD, Adam, Optimizer
-from fedsolve.participation import Participating, Strategic, sample
+from fedsolve.local_updates.optimizers import SGD, Adam, Optimizer
+from fedsolve.local_updates.schedules import Cosine, Diminishing
+from fedsolve.participation import Strategic, sample
 from fedsolve.problem import Client, Problem
-from fedsolve.replies import Replies
-from fedsolve.runs import Run, Sweep
-from fedsolve.samples import stack_clients
-from fedsolve.schedules import Cosine, Diminishing
-from fedsolve.solving import solve
-from fedsolve.stopping import NearOptimum, Reached, Stationary, StationaryForSize
-from fedsolve.sweeping import sweep
-from fedsolve.switching import Hard, Soft, Switching
-from fedsolve.tracking import Follower, Tracked, Tracker
+from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
+from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
+from fedsolve.problem.samples import stack_clients
+from fedsolve.solving.result import Run, Sweep
+from fedsolve.solving.solve import solve
+from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
+from fedsolve.solving.sweep import sweep
 
 __version__ = "0.1.0"
 

@@ -1,3 +1,3 @@
-from fedsolve.cli import main
+from fedsolve.cli.main import main
 
 main()

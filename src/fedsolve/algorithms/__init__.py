@@ -1,5 +1,6 @@
 """Federated algorithms, one file each."""
 
+from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
 from fedsolve.algorithms.fedadmm import FedADMM
@@ -12,15 +13,19 @@ from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.fedsim import FedSim
 from fedsolve.algorithms.incentfedavg import IncentFedAvg
 from fedsolve.algorithms.moon import MOON
+from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
 from fedsolve.algorithms.ppbc import PPBC
 from fedsolve.algorithms.scaffold import SCAFFOLD
+from fedsolve.algorithms.two_level import SelectingTwice
 
 __all__ = [
     "F3AST",
     "MOON",
     "PPBC",
     "SCAFFOLD",
+    "Algorithm",
+    "Drawn",
     "FedADMM",
     "FedAlt",
     "FedAvg",
@@ -31,5 +36,7 @@ __all__ = [
     "FedSim",
     "IPPConEx",
     "IncentFedAvg",
+    "Participating",
     "PenaltyFedAvg",
+    "SelectingTwice",
 ]

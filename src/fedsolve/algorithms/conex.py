@@ -43,20 +43,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from fedsolve.compression import Identity
+from fedsolve.algorithms.participating import Participating
+from fedsolve.compression.compressors import Identity
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
-from fedsolve.fields import (
-    Scalar,
-    Schedule,
-    at,
-    check_count,
-    check_positive,
-    scalar,
-    static,
-)
-from fedsolve.participation import Participating
-from fedsolve.problem import Client, Problem
+from fedsolve.federation.federation import Federation
+from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
 
 Vector = Float[Array, " d"]
 Number = Float[Array, ""]

@@ -25,11 +25,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.algorithms.participating import Drawn
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
+from fedsolve.federation.federation import Federation
+from fedsolve.federation.replies import Replies
 from fedsolve.fields import Scalar, scalar
-from fedsolve.participation import Drawn, Top
-from fedsolve.replies import Replies
+from fedsolve.participation.selection import Top
 
 Vector = Float[Array, " d"]
 

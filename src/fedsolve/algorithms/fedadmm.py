@@ -48,13 +48,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from fedsolve.compression import Compressor, Identity
+from fedsolve.algorithms.participating import Participating
+from fedsolve.compression.compressors import Compressor, Identity
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
-from fedsolve.packets import Packet
-from fedsolve.participation import Participating
-from fedsolve.problem import Client, Problem
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
 
 Vector = Float[Array, " d"]
 Number = Float[Array, ""]

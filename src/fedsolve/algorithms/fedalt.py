@@ -23,11 +23,11 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.feedback import no_residual, with_feedback
+from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_positive, scalar, static
-from fedsolve.local import descend
-from fedsolve.packets import Packet
-from fedsolve.problem import Client
+from fedsolve.local_updates.descent import descend
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

@@ -23,9 +23,12 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
 
-from fedsolve.compression import Compressor, Identity
-from fedsolve.federation import Federation
-from fedsolve.feedback import check_downlink, no_residual, with_feedback
+from fedsolve.algorithms.participating import Drawn, Participating
+from fedsolve.compression.compressors import Compressor, Identity
+from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
+from fedsolve.compression.packets import Packet
+from fedsolve.federation.federation import Federation
+from fedsolve.federation.replies import Replies
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -36,11 +39,9 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local import Direction, Optimizer, optimizer_field, travel
-from fedsolve.packets import Packet
-from fedsolve.participation import Drawn, Participating
-from fedsolve.problem import Client
-from fedsolve.replies import Replies
+from fedsolve.local_updates.descent import Direction, travel
+from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

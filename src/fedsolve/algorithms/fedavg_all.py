@@ -22,11 +22,11 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
-from fedsolve.packets import Packet
-from fedsolve.problem import Client
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

@@ -20,10 +20,10 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.feedback import with_feedback
+from fedsolve.compression.error_feedback import with_feedback
+from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, check_positive, scalar
-from fedsolve.packets import Packet
-from fedsolve.problem import Client
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

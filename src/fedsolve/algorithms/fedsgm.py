@@ -34,9 +34,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from fedsolve.compression import Compressor, Identity
-from fedsolve.federation import Federation
-from fedsolve.feedback import check_downlink, no_residual, with_feedback
+from fedsolve.algorithms.guarantee import Guarantee
+from fedsolve.algorithms.participating import Drawn, Participating
+from fedsolve.algorithms.switching import Hard, Soft, Switching
+from fedsolve.compression.compressors import Compressor, Identity
+from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
+from fedsolve.compression.packets import Packet
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -47,13 +51,10 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local import Optimizer, descend, optimizer_field
-from fedsolve.packets import Packet
-from fedsolve.participation import Drawn, Participating
-from fedsolve.problem import Client, Problem
-from fedsolve.switching import Hard, Soft, Switching
-from fedsolve.theory.fitting import fedsgm_for
-from fedsolve.theory.guarantee import Guarantee
+from fedsolve.local_updates.descent import descend
+from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
 
 Vector = Float[Array, " d"]
 
@@ -119,6 +120,8 @@ class FedSGM(Participating):
         `sigma`, `failure`, …). D comes from the domain and G, σ and noise are estimated at `points`
         sampled points where they are not given; `guarantee.unchecked` says so.
         """
+        from fedsolve.theory.fitting import fedsgm_for  # theory builds on algorithms
+
         uplink, downlink = uplink or Identity(), downlink or Identity()
         promise = fedsgm_for(
             problem,

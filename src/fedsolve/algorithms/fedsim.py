@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.errors import InvalidInput
-from fedsolve.problem import Client
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

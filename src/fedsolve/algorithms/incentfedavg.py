@@ -30,10 +30,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from fedsolve.compression import Compressor, Identity
+from fedsolve.algorithms.participating import Participating
+from fedsolve.compression.compressors import Compressor, Identity
+from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
-from fedsolve.feedback import check_downlink, no_residual, with_feedback
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import (
     Scalar,
     Schedule,
@@ -45,16 +47,17 @@ from fedsolve.fields import (
     static,
 )
 from fedsolve.games import Game
-from fedsolve.local import Optimizer, descend, optimizer_field
-from fedsolve.packets import Packet
-from fedsolve.participation import Participating, Uniform
+from fedsolve.local_updates.descent import descend
+from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
 from fedsolve.participation.strategic import (
     check_players,
     first_contributions,
     settling,
     start_field,
 )
-from fedsolve.problem import Client, Problem
+from fedsolve.participation.weighting import Uniform
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
 
 Vector = Float[Array, " d"]
 SUBSET = 2**31 - 1  # the subset's own key among those of the local steps

@@ -26,11 +26,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.feedback import no_residual, with_feedback
 from fedsolve.fields import Scalar, check_positive, scalar
-from fedsolve.packets import Packet
-from fedsolve.problem import Client, Problem
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
 
 Vector = Float[Array, " d"]
 Representations = Float[Array, "samples features"]

@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 from fedsolve.algorithms.fedsgm import FedSGM, Server, Vector
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
-from fedsolve.problem import Client
+from fedsolve.problem.client import Client
 
 
 class PenaltyFedAvg(FedSGM):

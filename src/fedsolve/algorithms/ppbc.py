@@ -45,15 +45,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from fedsolve.compression import Identity
+from fedsolve.algorithms.two_level import SelectingTwice
+from fedsolve.compression.compressors import Identity
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
+from fedsolve.federation.federation import Federation
+from fedsolve.federation.replies import Replies
 from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
-from fedsolve.local import Optimizer, descend, optimizer_field
-from fedsolve.packets import Packet
-from fedsolve.participation import SelectingTwice
-from fedsolve.problem import Client
-from fedsolve.replies import Replies
+from fedsolve.local_updates.descent import descend
+from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

@@ -28,11 +28,11 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import Averaging
-from fedsolve.federation import Federation
-from fedsolve.feedback import no_residual, with_feedback
+from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.packets import Packet
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_positive, scalar
-from fedsolve.packets import Packet
-from fedsolve.problem import Client
+from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
 

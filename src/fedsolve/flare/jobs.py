@@ -20,17 +20,17 @@ from typing import Any
 import jax
 from nvflare.collab import collab
 
-from fedsolve.checkpoints import write_atomically
-from fedsolve.config import Experiment, resolve
 from fedsolve.errors import InvalidInput
-from fedsolve.flare.data import allowed, check_data, owners_file, site_problem
-from fedsolve.flare.journal import locked, read
-from fedsolve.flare.link import Link, TooFew
+from fedsolve.experiments.config import Experiment, resolve
+from fedsolve.flare.journal import read
+from fedsolve.flare.roster import Link, TooFew
 from fedsolve.flare.server import FOLDER, serve
 from fedsolve.flare.site import Share
-from fedsolve.flare.wire import encode
-from fedsolve.programs import keep_compiled_programs
-from fedsolve.solving import numbers_on_device, precision_of
+from fedsolve.flare.site_config import allowed, check_data, owners_file, site_problem
+from fedsolve.runtimes.compilation import keep_compiled_programs
+from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.storage.arrays import encode
+from fedsolve.storage.atomic import locked, write_atomically
 
 HOME = "FEDSOLVE_HOME"  # where this machine keeps what must not be lost
 OWNER = "FEDSOLVE_OWNER"  # the file in which this machine's owner names data and an allow-list

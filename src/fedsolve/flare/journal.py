@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
-import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from fedsolve.checkpoints import keep_names, write_atomically
+from fedsolve.storage.atomic import keep_names, write_atomically
 
 Parts = Sequence[bytes | memoryview]  # bytes, one after the other
 HEADER = struct.Struct("<QI")  # a record's length and checksum
-
-
-def locked(path: Path, patience: float = 0.0) -> Any:
-    """Holds a file for this process alone, until it ends; None if another has it for longer than
-    that."""
-    file = open(path, "w")  # noqa: SIM115 (held until the process ends)
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except OSError:
-            if time.monotonic() > end:
-                file.close()
-                return None
-            time.sleep(0.1)
 
 
 class Journal:

@@ -14,18 +14,20 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Key, PyTree
 
-from fedsolve.algorithm import Algorithm
-from fedsolve.federation import Federation, Flags, Question, State
+from fedsolve.algorithms.base import Algorithm
+from fedsolve.compression.packets import Packet
+from fedsolve.federation.exchange import Flags, Question
+from fedsolve.federation.federation import Federation
+from fedsolve.federation.state import State
 from fedsolve.flare.journal import Journal, Parts, read
-from fedsolve.flare.link import Link, TooFew
-from fedsolve.flare.wire import decode, in_order, parts, take
-from fedsolve.packets import Packet
-from fedsolve.problem import Problem
-from fedsolve.programs import prepared
-from fedsolve.runs import History, Run
-from fedsolve.simulation import client_values, combined
-from fedsolve.solving import numbers_on_device, precision_of
-from fedsolve.spans import Spans, joined, on_host, spans_of
+from fedsolve.flare.roster import Link, TooFew
+from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.compilation import prepared
+from fedsolve.runtimes.evaluation import client_values, combined
+from fedsolve.solving.chunks import Spans, joined, on_host, spans_of
+from fedsolve.solving.result import History, Run
+from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.storage.arrays import decode, in_order, parts, take
 
 FOLDER = "server"  # in a run's home: the server's journal
 

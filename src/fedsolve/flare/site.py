@@ -24,27 +24,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fedsolve.algorithm import Algorithm
+from fedsolve.algorithms.base import Algorithm
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Question, evaluation_key
+from fedsolve.federation.exchange import Question
+from fedsolve.federation.state import evaluation_key
 from fedsolve.flare.journal import Journal, Parts
-from fedsolve.flare.wire import (
-    Protocol,
+from fedsolve.flare.protocol import Protocol, protocol
+from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.compilation import prepared
+from fedsolve.runtimes.evaluation import client_values
+from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.storage.arrays import (
     Refused,
     decode,
     encode,
     in_order,
     nothing_left,
     parts,
-    protocol,
     size_of,
     take,
 )
-from fedsolve.packets import Packet
-from fedsolve.problem import Problem
-from fedsolve.programs import prepared
-from fedsolve.simulation import client_values
-from fedsolve.solving import numbers_on_device, precision_of
 
 MOST_CLIENTS = 10_000_000
 FEW = 8  # clients of a site that share a program, however many are asked

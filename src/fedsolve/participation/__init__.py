@@ -11,11 +11,9 @@ from fedsolve.participation.availability import (
     Markov,
     Trace,
 )
-from fedsolve.participation.participating import Drawn, Participating
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
 from fedsolve.participation.strategic import Strategic
-from fedsolve.participation.twice import SelectingTwice
 from fedsolve.participation.weighting import (
     BANT,
     FOLB,
@@ -34,16 +32,13 @@ __all__ = [
     "Cyclic",
     "DataSize",
     "DayNight",
-    "Drawn",
     "Everyone",
     "FirstAnswers",
     "GradientNorm",
     "Markov",
-    "Participating",
     "PowerOfChoice",
     "Proportional",
     "Random",
-    "SelectingTwice",
     "Selection",
     "Strategic",
     "Top",
@@ -52,3 +47,12 @@ __all__ = [
     "Weighting",
     "sample",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Find the base classes of algorithms, which were part of this package in version 0.1."""
+    if name in ("Drawn", "Participating", "SelectingTwice"):
+        from fedsolve import algorithms
+
+        return getattr(algorithms, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

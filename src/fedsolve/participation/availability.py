@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Cohort, Flags
+from fedsolve.federation.exchange import Cohort, Flags
 from fedsolve.fields import check_count, check_positive, read_table, scalar
 
 

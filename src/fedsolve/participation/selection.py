@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
-from fedsolve.federation import Cohort
+from fedsolve.federation.exchange import Cohort
 from fedsolve.fields import check_count
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.weighting import Weights, draw_proportionally

@@ -17,13 +17,14 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_kind, check_positive, scalar
 from fedsolve.games import Game
 from fedsolve.games.parts import numbers
 from fedsolve.participation.weighting import Methods, Up, Weighting, normalised
-from fedsolve.problem import Client, Problem
-from fedsolve.samples import counts
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import counts
 
 Contributions = Float[Array, " m"]
 

@@ -29,9 +29,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.errors import InvalidInput
-from fedsolve.federation import Federation
+from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
-from fedsolve.problem import Client, Problem
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
 
 Weights = Float[Array, " n"] | None  # None: the same for all, known before the program runs
 Up = Any  # who can be asked: flags over all clients, or one for all

@@ -27,11 +27,12 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from fedsolve import trpo
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
-from fedsolve.problem import Client, Problem
-from fedsolve.samples import Samples, as_samples
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import Samples, as_samples
+from fedsolve.problems import trpo
 
 GRAVITY, CART, POLE, HALF_LENGTH, FORCE, SECONDS = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 FAR, STEEP, LEANING = 2.4, np.deg2rad(12), np.deg2rad(6)

@@ -22,14 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
-from fedsolve import partitions
-from fedsolve.constraints import Statistics
-from fedsolve.datasets import NUMERIC, Arrays, Dataset, load
+from fedsolve.data import partitions
+from fedsolve.data.datasets import NUMERIC, Arrays, Dataset, load
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.problem import Problem, as_device_array
+from fedsolve.problem.constraints import Statistics
+from fedsolve.problem.layout import as_device_array
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import pool, stack_clients
 from fedsolve.problems.losses import logistic
-from fedsolve.samples import pool, stack_clients
 
 People = dict[str, Any]  # x, y, protected and, on a client, mask
 Sums = dict[str, tuple[Array, Array]]  # of each group: Σ π and how many

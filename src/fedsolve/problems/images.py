@@ -21,14 +21,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key, PyTree, Shaped, UInt8
 
-from fedsolve import models, partitions
-from fedsolve.datasets import Arrays, load
+from fedsolve.data import partitions
+from fedsolve.data.datasets import Arrays, load
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.games import Game, LinearCost, RandomDiscovery, class_distributions
-from fedsolve.models import Network
-from fedsolve.problem import Client, Problem
-from fedsolve.samples import Samples, stack_clients
+from fedsolve.models import networks as models
+from fedsolve.models.networks import Network
+from fedsolve.problem.client import Client
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import Samples, stack_clients
 
 CHUNK = 512  # images
 MARGIN = 4  # pixels that a crop may be off

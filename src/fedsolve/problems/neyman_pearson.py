@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedsolve.datasets import kept
-from fedsolve.domains import Ball, WholeSpace
+from fedsolve.data.datasets import kept
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
-from fedsolve.problem import Problem
+from fedsolve.problem.domains import Ball, WholeSpace
+from fedsolve.problem.problem import Problem
 from fedsolve.problems.losses import logistic
 
 Rows = dict[str, Float[Array, "samples 30"]]

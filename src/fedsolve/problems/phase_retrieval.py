@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedsolve.domains import Ball
 from fedsolve.fields import check_count, check_positive
-from fedsolve.problem import Problem
+from fedsolve.problem.domains import Ball
+from fedsolve.problem.problem import Problem
 
 Data = dict[str, Float[Array, "..."]]
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
-from fedsolve.problem import Problem
+from fedsolve.problem.problem import Problem
 from fedsolve.problems.losses import logistic as softplus
 
 Rows = dict[str, Any]
@@ -74,7 +74,7 @@ def logistic(
     """ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2): 8992 molecules of
     1024 bits, dealt out at random in equal parts. With `unit_columns` every column has length 1: so
     do the authors' released code's, which the paper does not say."""
-    from fedsolve.datasets import load
+    from fedsolve.data.datasets import load
 
     found = load("qsar_oral_toxicity").train
     inputs = np.asarray(found["x"], np.float32)

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
-from fedsolve.problem import Problem
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import Samples
 from fedsolve.problems.regression import LogisticLoss, deal
-from fedsolve.samples import Samples
 
 Sparse = Any  # a SciPy matrix in rows (CSR)
 

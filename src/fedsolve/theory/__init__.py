@@ -1,11 +1,11 @@
 """What the papers' theorems ask for and promise, certificates of runs, and diagnostics."""
 
+from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.theory import fedadmm
 from fedsolve.theory.certificate import Certificate, certificate
 from fedsolve.theory.estimates import Estimates, estimate
 from fedsolve.theory.fedsgm import fedsgm
 from fedsolve.theory.geometry import Skewness, skewness
-from fedsolve.theory.guarantee import Guarantee
 from fedsolve.theory.incentfedavg import (
     IncentGuarantee,
     Participation,

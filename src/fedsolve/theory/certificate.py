@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsolve.domains import WholeSpace
+from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.errors import InvalidInput
+from fedsolve.problem.domains import WholeSpace
 from fedsolve.theory.fedsgm import constants
 from fedsolve.theory.gradients import totals
-from fedsolve.theory.guarantee import Guarantee
 from fedsolve.theory.reference import optimum as reference
 
 

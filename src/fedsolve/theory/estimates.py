@@ -24,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from fedsolve.constraints import Mean
-from fedsolve.domains import Domain
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
-from fedsolve.problem import Client, Problem
-from fedsolve.samples import Samples
-from fedsolve.simulation import client_values
+from fedsolve.problem.client import Client
+from fedsolve.problem.constraints import Mean
+from fedsolve.problem.domains import Domain
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import Samples
+from fedsolve.runtimes.evaluation import client_values
 from fedsolve.theory.gradients import check_functions, client_gradients
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem import Problem
-from fedsolve.setting import Setting
-from fedsolve.simulation import client_values, combined
+from fedsolve.federation.options import Setting
+from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.evaluation import client_values, combined
 
 COUNTS = {"paper": 2, "code": 1}  # the upload and the broadcast, or the averaging
 

@@ -30,10 +30,10 @@ import dataclasses
 from math import log, sqrt
 from typing import Any
 
-from fedsolve.compression import Compressor
+from fedsolve.algorithms.guarantee import Guarantee
+from fedsolve.compression.compressors import Compressor
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
-from fedsolve.theory.guarantee import Guarantee
 
 Number = float | int
 

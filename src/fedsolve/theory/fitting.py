@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsolve.domains import WholeSpace
+from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
-from fedsolve.problem import Problem
+from fedsolve.problem.domains import WholeSpace
+from fedsolve.problem.problem import Problem
 from fedsolve.theory.estimates import check_mean, estimate, extent
 from fedsolve.theory.fedsgm import NEAR, NO_PROJECTION, fedsgm
-from fedsolve.theory.guarantee import Guarantee
 
 OF_THE_PROBLEM = ("rounds", "clients", "participants", "size")
 CONSTANTS = [name for name in inspect.signature(fedsgm).parameters if name not in OF_THE_PROBLEM]

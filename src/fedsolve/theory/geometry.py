@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem import Problem, as_device_array
+from fedsolve.problem.layout import as_device_array
+from fedsolve.problem.problem import Problem
 from fedsolve.theory.gradients import Rows, client_gradients
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem import Problem
-from fedsolve.replies import Replies
-from fedsolve.samples import Samples
-from fedsolve.simulation import client_values, combined
+from fedsolve.federation.replies import Replies
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import Samples
+from fedsolve.runtimes.evaluation import client_values, combined
 
 Rows = Float[Array, "n d"]
 

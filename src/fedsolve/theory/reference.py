@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from fedsolve.domains import Ball, Box, Simplex, WholeSpace
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind, check_positive
-from fedsolve.problem import Problem
-from fedsolve.simulation import client_values
+from fedsolve.problem.domains import Ball, Box, Simplex, WholeSpace
+from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.evaluation import client_values
 from fedsolve.theory.gradients import check_functions, totals
 
 Vector = Float[np.ndarray, " d"]

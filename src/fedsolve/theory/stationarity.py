@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind, check_positive
-from fedsolve.problem import Problem
+from fedsolve.problem.problem import Problem
 from fedsolve.theory.reference import Search
 
 

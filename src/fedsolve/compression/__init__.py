@@ -1,0 +1,1 @@
+"""Compressors, the packets that they make, and error feedback."""

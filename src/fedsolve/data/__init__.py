@@ -1,0 +1,1 @@
+"""Datasets by name, and ways to divide samples among clients."""

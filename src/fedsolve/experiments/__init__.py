@@ -1,0 +1,1 @@
+"""Experiments: TOML configurations, the registry of names, run folders, reports, trackers."""

@@ -1,0 +1,123 @@
+"""`fedsolve report`: folders of runs as one page that needs nothing else.
+
+The page is `report.html`, with the numbers of the folders' files in it as JSON. Names come from
+users: they are escaped here, and the page writes them as text only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsolve.errors import InvalidInput
+from fedsolve.experiments.config import settings_of
+from fedsolve.experiments.run_folder import read
+from fedsolve.plots import participation
+from fedsolve.storage.atomic import write_atomically
+
+LINES, POINTS = 40, 400  # of what each client has: so many clients, so many rounds
+
+
+def report(folders: list[Path], path: Path) -> None:
+    """Writes the page."""
+    groups = [group for folder in folders for group in _groups(folder, len(folders) > 1)]
+    page = (
+        resources.files("fedsolve.experiments").joinpath("report.html").read_text(encoding="utf-8")
+    )
+    try:
+        write_atomically(path, page.replace("@DATA@", as_script(groups)).encode())
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from None
+
+
+def as_script(value: Any) -> str:
+    """JSON in which nothing can end the script around it."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
+    """One group for each variant: its configuration, and the history of each seed."""
+    found = read(folder)
+    config, facts, table, wide = found.config, found.facts, found.table, found.wide
+    groups = []
+    for variant, rows in table.groupby("variant", sort=False):
+        flat = settings_of(config, str(variant))
+        names = [folder.resolve().name] if several or not variant else []
+        numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
+        group = {
+            "name": ": ".join([*names, *([str(variant)] if variant else [])]),
+            "status": str(facts.get("status", "")),
+            "config": {key: str(value) for key, value in flat.items()},
+            "tolerance": float(flat.get("algorithm.tolerance", 0.0)),
+            "certificates": [],
+            "seeds": [],
+            "clients": [],
+        }
+        for seed, entries in rows.groupby("seed", sort=False):
+            columns = numbers.loc[entries.index]
+            history = {str(name): _numbers(columns[name].to_numpy()) for name in columns}
+            group["seeds"].append({"seed": int(str(seed)), "history": history})
+            prefix = f"{variant}/seed-{seed}/".lstrip("/")
+            run = prefix.removesuffix("/")
+            if (there := facts.get("tolerances", {}).get(run)) is not None:  # a theorem may set it
+                group["tolerance"] = float(there)
+            if said := facts.get("certificates", {}).get(run):
+                group["certificates"].append(f"Seed {seed}: {said}")
+            own = {k.removeprefix(prefix): v for k, v in wide.items() if k.startswith(prefix)}
+            if len(group["seeds"]) == 1:
+                rounds = columns["round"].to_numpy()
+                shown = {k: v for k, v in own.items() if _of_clients(k, v, own)}
+                group["clients"] = [
+                    _by_client(k, v, rounds, own.get(f"{k}/settles")) for k, v in shown.items()
+                ]
+        groups.append(group)
+    return groups
+
+
+def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
+    """Whether there is one for each client, and not for each of a drawn cohort; and of cohorts,
+    whether it is not everyone every time, of which there is nothing to show."""
+    if values.ndim != 2:
+        return False
+    cohort = others.get("cohort")
+    if cohort is None:
+        return True
+    everyone = bool((cohort >= 0).all()) and cohort.max(initial=0) < cohort.shape[1]
+    if name == "cohort":
+        return not everyone
+    return everyone or values.shape[1] != cohort.shape[1]
+
+
+def _by_client(
+    name: str, values: np.ndarray, rounds: np.ndarray, settles: np.ndarray | None
+) -> dict[str, Any]:
+    """Who took part, as shares of bins of rounds; or what each client has, as lines, and where
+    they are known to settle."""
+    if name == "cohort":  # each row names the clients of a round
+        ends, shares = participation(values, rounds)
+        return {"name": name, "kind": "shares", "rounds": ends.tolist(), "values": _rows(shares)}
+    step = math.ceil(len(values) / POINTS)
+    kept = values[::step, :LINES].astype(float)
+    told = f"{name} ({LINES} of {values.shape[1]} clients)" if values.shape[1] > LINES else name
+    return {
+        "name": told,
+        "kind": "lines",
+        "rounds": rounds[::step].tolist(),
+        "values": _rows(kept),
+        "settles": [] if settles is None else _numbers(settles[:LINES].astype(float)),
+    }
+
+
+def _rows(values: np.ndarray) -> list[list[Any]]:
+    return [_numbers(row) for row in values]
+
+
+def _numbers(values: np.ndarray) -> list[Any]:
+    """What JSON can say: no NaN, no infinity."""
+    return [v if math.isfinite(v) else None for v in values.tolist()]

@@ -1,0 +1,203 @@
+"""A run's folder: configuration, versions, history, parameters, picture."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import platform
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tomli_w
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from safetensors.numpy import save as as_safetensors
+
+from fedsolve.errors import InvalidInput
+from fedsolve.plots import effort, has_numbers, plot, tradeoff
+from fedsolve.solving.result import Run, tidy
+from fedsolve.storage.atomic import write_atomically
+
+Runs = Mapping[str, list[Run]]  # by variant
+
+
+def new_folder(wanted: str | None, name: str) -> Path:
+    """An empty folder to write to: the one the user named, or a free one below `runs/`."""
+    if wanted is None:
+        number = 1
+        while (path := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+    else:
+        path = Path(wanted)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InvalidInput(f"{path} exists and is not empty; choose another folder with --out.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "run.json").write_text("{}")
+    except OSError as error:
+        raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from error
+    return path
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps other processes from working in the folder at the same time."""
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInput(f"Another process is working in {path}; wait for its end.") from None
+        yield
+
+
+def begin(path: Path, config: dict[str, Any]) -> None:
+    """Says what is being run, for whoever finds the folder of a run that was killed."""
+    write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
+    write_atomically(path / "run.json", _json({"status": "running", **_facts()}))
+
+
+def checkpoint_of(path: Path, number: int) -> Path:
+    """Where a folder's run of that number keeps its checkpoints."""
+    return path / "checkpoints" / f"run-{number}"
+
+
+def save(
+    path: Path,
+    runs: Runs,
+    config: dict[str, Any],
+    status: str,
+    message: str = "",
+    data_here: bool = True,
+) -> None:
+    """Writes everything there is to keep of these runs. Where the data are elsewhere, nothing can
+    be said of f and g but what is in the history."""
+    write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
+    facts = {
+        "status": status,
+        "message": message,
+        "rounds": {_name(v, run): run.rounds for v, all in runs.items() for run in all},
+        "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
+        **_facts(),
+    }
+    labelled = [(v, run) for v, all in runs.items() for run in all if run.evaluated]
+    said = {_name(v, run): _certificates(run, data_here) for v, run in labelled}
+    facts["certificates"] = {name: "\n".join(texts) for name, texts in said.items() if texts}
+    tolerances = {_name(v, run): getattr(run.algorithm, "tolerance", None) for v, run in labelled}
+    facts["tolerances"] = {name: float(t) for name, t in tolerances.items() if t is not None}
+    if labelled:
+        _save_results(path, runs, labelled, "stop" in config["run"])
+    write_atomically(path / "run.json", _json(facts))  # last: what it says is there
+
+
+def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops: bool) -> None:
+    table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
+    write_atomically(path / "history.csv", table.to_csv(index=False).encode())
+    arrays, wide = {}, {}
+    for variant, run in labelled:
+        name = _name(variant, run)
+        arrays |= _named(f"{name}/params", run.params)
+        if run.average is not None:
+            arrays |= _named(f"{name}/average", run.average)
+        wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
+        limits = run.algorithm.limits().items()
+        wide |= {f"{name}/{k}/settles": np.asarray(v) for k, v in limits if k in run.history}
+    write_atomically(path / "params.safetensors", as_safetensors(arrays))
+    if wide:
+        write_atomically(path / "history.safetensors", as_safetensors(wide))
+    # Of a run that was stopped, some variants have nothing yet.
+    there = {v: [run for run in all if run.evaluated] for v, all in runs.items()}
+    groups = {v: all for v, all in there.items() if all}
+    plot(groups, path / "plot.png")
+    if all("seconds_total" in run.history for _, run in labelled):
+        plot(groups, path / "time.png", against="seconds_total")
+    if stops and has_numbers(groups):
+        effort(groups, path / "rounds.png")
+    if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
+        tradeoff(groups, path / "trade-off.png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a folder of runs holds."""
+
+    config: dict[str, Any]
+    facts: dict[str, Any]  # run.json
+    table: Any  # the tidy history; `variant` is "" where there are none
+    wide: dict[str, np.ndarray]  # `variant/seed-0/name`: entries that are more than a number
+
+
+def read(path: Path) -> Contents:
+    """What is in a folder of finished runs."""
+    import pandas as pd
+
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        table = pd.read_csv(path / "history.csv", keep_default_na=False, na_values=[""])
+        wide = load_file(file) if (file := path / "history.safetensors").exists() else {}
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        raise InvalidInput(f"{path} is no folder of a finished run: it has no {name}.") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}.") from None
+    if "variant" not in table:
+        table.insert(0, "variant", "")
+    table["variant"] = table["variant"].astype(str)
+    return Contents(config, facts, table, wide)
+
+
+def _facts() -> dict[str, Any]:
+    return {
+        "command": " ".join(["fedsolve", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "devices": [str(device) for device in jax.devices()],
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("fedsolve", "jax", "jaxlib", "equinox", "numpy", "scikit-learn")
+        },
+    }
+
+
+def _certificates(run: Run, data_here: bool) -> list[str]:
+    """What a theorem promised beside what was reached; and, where clients play a game, what they
+    would gain by deviating."""
+    found = []
+    if data_here and getattr(run.algorithm, "guarantee", None) is not None:
+        try:
+            found.append(str(run.certificate()))
+        except InvalidInput as error:
+            found.append(f"No certificate: {error}")
+    holders = (run.algorithm, getattr(run.algorithm, "weighting", None))
+    game = next((g for each in holders if (g := getattr(each, "game", None)) is not None), None)
+    if game is not None and "participation" in run.history:
+        gain = game.regret(run.history["participation"][-1])
+        found.append(f"At the end no client gains more than {gain:.3g} by deviating alone.")
+    return found
+
+
+def _json(facts: dict[str, Any]) -> bytes:
+    return (json.dumps(facts, indent=2) + "\n").encode()
+
+
+def _name(variant: str, run: Run) -> str:
+    return f"{variant}/seed-{run.seed}".lstrip("/")
+
+
+def _named(prefix: str, tree: Any) -> dict[str, np.ndarray]:
+    """Arrays by the path that leads to them."""
+    return {
+        "/".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]): (
+            np.ascontiguousarray(leaf)
+        )
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, np.ndarray)
+    }

@@ -1,0 +1,1 @@
+"""What an algorithm sees of its clients during one round."""

@@ -1,0 +1,325 @@
+"""What the server knows of its sites, and how it asks them."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from fedsolve.algorithms.base import Algorithm
+from fedsolve.compression.packets import Packet
+from fedsolve.flare.protocol import Protocol, protocol
+from fedsolve.flare.site import MOST_CLIENTS, START
+from fedsolve.problem.problem import Problem
+from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
+
+KEPT = 1000  # publications in one message: its head has a line for each
+
+
+class TooFew(Exception):
+    """Fewer answers than the quorum, or nobody there: the round does not count and will be asked
+    again, once some of the sites that were `missed` are back."""
+
+    def __init__(self, why: str, missed: Iterable[str] = ()):
+        super().__init__(why)
+        self.missed = sorted(missed)
+
+
+Transport = Callable[[dict[str, bytes]], Mapping[str, bytes | Exception]]  # to sites, and back
+
+
+class Link:
+    """The server's end of the lines to its sites.
+
+    `transport` delivers one message to each of some sites and brings back what answered in time.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        problem: Problem,
+        algorithm: Algorithm,
+        log: Callable[[str], None],
+        quorum: float = 0.0,
+    ):
+        self.protocol = Protocol((), (), None, None)
+        self.roster: dict[str, tuple[int, int]] = {}  # site: its first client, how many it has
+        self.settled: dict[str, tuple[int, list[int]]] = {}  # last round heard in, answers used
+        self.used: dict[str, list[int]] = {}  # answers used in this round
+        self.sent = self.received = 0  # all bytes, whatever they are
+        self.answered: set[str] = set()  # sites whose replies were taken in this round
+        self.rounds = 0  # so many in which there were any
+        self.trouble: BaseException | None = None  # what went wrong outside the compiled round
+        self._transport, self._log, self._quorum = transport, log, quorum
+        self._problem, self._algorithm = problem, algorithm
+        self._names = [START]  # w's names, one after each publication still worth sending
+        self._packets: list[tuple[int, Packet]] = []
+        self._silent: set[str] = set()  # sites that did not answer when last asked
+        self._why: dict[str, str] = {}  # what was wrong with a site, when last asked
+        self._holds: dict[str, str] = {}  # the w that each site was last known to hold
+        self._wish: tuple[int, Any, PyTree] | None = None  # values that no question carried yet
+        self._values: dict[str, PyTree] = {}  # each site's, when it was last asked for them
+
+    @property
+    def clients(self) -> int:
+        return sum(count for _, count in self.roster.values())
+
+    def hello(self, sites: list[str], may_grow: Callable[[int], bool] = bool) -> None:
+        """Asks sites how many clients they have. Those of a new run are numbered in the order of
+        the sites; newcomers to a run come after the others, where the algorithm can take them."""
+        found: dict[str, int] = {}
+        known = self.roster
+        room = MOST_CLIENTS - self.clients
+        for site, (head, _) in self._greet(sites, 0).items():
+            count = head.get("clients")
+            if type(count) is not int or not 0 < count <= room:
+                self._complain(site, f"refused its greeting: {str(count)[:40]} clients")
+                continue
+            found[site] = count
+            room -= count if site not in known else 0
+        for site in sorted(found.keys() & known.keys()):
+            if found[site] != known[site][1]:
+                self._log(
+                    f"{site}: it had {known[site][1]} clients in this run, and has {found[site]}"
+                )
+        new = sorted(found.keys() - known.keys())
+        if known and new and not may_grow(self.clients + sum(found[site] for site in new)):
+            self._log(f"{', '.join(new)}: new, and not taken in before the next run")
+            new = []
+        for site in new:
+            known[site] = (self.clients, found[site])
+        if not known:
+            raise TooFew(f"no site is ready{self._whys(sites)}")
+        self.protocol = protocol(self._problem, self._algorithm, self.clients)
+        self._greet([site for site in found if site in known], self.clients)
+
+    def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
+        sent = {s: encode({"kind": "hello", "total": total}, {}) for s in sites}
+        found = {}
+        for site, (head, arrays) in self._send(sent, 0).items():
+            if head["status"] == "ok":
+                found[site] = head, arrays
+            else:
+                self._complain(site, str(head.get("reason", head["status"])))
+        return found
+
+    def ask(
+        self, round: int, number: int, clients: Any, message: PyTree, w: Any
+    ) -> list[tuple[list[int], PyTree]]:
+        """Asks those clients: those that answered, site by site, and their replies, stacked."""
+        exchange = self.protocol.exchanges[number]
+        wanted = {
+            site: [int(c) for c in clients if first <= c < first + count]
+            for site, (first, count) in self.roster.items()
+        }
+        wanted = {site: own for site, own in wanted.items() if own}
+        wish, self._wish = self._wish, None
+        heads: dict[str, dict] = {
+            site: {
+                "kind": "ask",
+                "round": round,
+                "exchange": number,
+                "method": exchange.method,
+                "first": self.roster[site][0],
+                "used": self.used.get(site, []),
+                "settled": self.settled.get(site, (-1, [])),
+            }
+            for site in wanted
+        }
+        most = max(map(len, wanted.values()), default=0) * size_of(exchange.reply)
+        if wish is not None:
+            self._values = {}
+            looks = self._looks(wish[0])
+            heads = {s: heads[s] | {"look": wish[0]} if s in heads else looks[s] for s in looks}
+            most += self.clients * size_of(wish[2])
+        found: list[tuple[list[int], PyTree]] = []
+        arrived = self._deliver(heads, {"message": message}, w, most, wanted)
+        for site, (head, arrays) in arrived.items():
+            try:
+                if wish is not None:
+                    self._take_values(site, arrays, wish[2])
+                if site not in wanted:
+                    continue
+                if (head.get("round"), head.get("exchange")) != (round, number):
+                    raise Refused("it is for another round or exchange")
+                reply = take(arrays, "reply", exchange.reply, rows=len(wanted[site]))
+                nothing_left(arrays)
+            except Refused as refused:
+                self._complain(site, f"refused its reply: {refused}")
+                continue
+            if head.get("moved") is not False:  # where nothing moved, there is nothing to keep
+                self.used.setdefault(site, []).append(number)
+            found.append((wanted[site], reply))
+            self.answered.add(site)
+        count = sum(len(own) for own, _ in found)
+        few = f"{count} of {len(clients)} clients answered in round {round + 1}"
+        if count < math.ceil(self._quorum * len(clients)):
+            raise TooFew(f"{few}{self._whys(wanted)}", self._silent & wanted.keys())
+        # A cohort whose sites are all gone is one without arrivals, as in a simulation. But rounds
+        # must not go by while nobody is there, nor because sites refuse to take part.
+        if not found and (wanted.keys() - self._silent or not self._anyone()):
+            raise TooFew(f"{few}{self._whys(wanted)}", self._silent & self.roster.keys())
+        return found
+
+    def _anyone(self) -> bool:
+        """Whether some other site is well."""
+        return bool(self._greet([s for s in self.roster if s not in self._why], 0))
+
+    def _whys(self, sites: Iterable[str]) -> str:
+        whys = [f"{site}: {self._why[site]}" for site in sorted(sites) if site in self._why]
+        return f" ({'; '.join(whys)})" if whys else ""
+
+    def look(self, round: int, w: Any, template: PyTree) -> None:
+        """Every site is to tell the values of its clients at w: with the next question, as a
+        message of its own costs as much as a question."""
+        self._wish = round, w, template
+
+    def values(self) -> dict[str, PyTree]:
+        """What the sites told when they were to look; they are asked now if no question went out
+        since."""
+        wish, self._wish = self._wish, None
+        if wish is not None:
+            self._values = {}
+            round, w, template = wish
+            most = self.clients * size_of(template)
+            for site, (_, arrays) in self._deliver(self._looks(round), {}, w, most, {}).items():
+                self._take_values(site, arrays, template)
+        return self._values
+
+    def _looks(self, round: int) -> dict[str, dict]:
+        return {
+            site: {"kind": "evaluate", "round": round, "first": first}
+            for site, (first, _) in self.roster.items()
+        }
+
+    def _take_values(self, site: str, arrays: dict[str, Any], template: PyTree) -> None:
+        own = {name: arrays.pop(name) for name in list(arrays) if name.startswith("values.")}
+        try:
+            self._values[site] = take(own, "values", template, rows=self.roster[site][1])
+        except Refused as refused:  # a reply that came with them may be sound
+            self._log(f"{site}: refused its values: {refused}")
+
+    def publish(self, kind: int, packet: Packet, whole: int) -> None:
+        """Remembers a publication, as long as sending it can be worth it."""
+        self.values()  # those that are still wanted are of the w before it
+        self._packets.append((kind, jax.tree.map(np.asarray, packet)))
+        self._names.append(uuid.uuid4().hex)
+        sizes = [size_of(p) for p in self.protocol.packets]
+        held = sum(sizes[kind] for kind, _ in self._packets)
+        while self._packets and (held >= whole or len(self._packets) > KEPT):
+            held -= sizes[self._packets.pop(0)[0]]
+            self._names.pop(0)
+
+    def end_round(self, round: int) -> None:
+        """The round is on disk: from now on its answers are settled."""
+        # A site that was not heard may not have heard either: what it was to be told still stands.
+        self.settled |= {site: (round, used) for site, used in self.used.items() if used}
+        self.rounds += bool(self.answered)
+        self.used, self.answered = {}, set()
+
+    def _deliver(
+        self,
+        heads: dict[str, dict],
+        arrays: dict[str, PyTree],
+        w: Any,
+        most: int,
+        clients: dict[str, list[int]],
+    ) -> dict[str, tuple[dict, dict]]:
+        """Sends each its head, the common arrays of a question with the clients that are asked, and
+        what it lacks of w."""
+
+        def asked(site: str) -> dict[str, PyTree]:
+            return {"clients": np.asarray(clients[site], np.int32)}
+
+        arrived: dict[str, tuple[dict, dict]] = {}
+        waiting = dict(heads)
+        for whole in (False, True):  # a site that is not where it was thought gets all of w
+            messages = {
+                s: self._message(s, head, arrays | asked(s) if s in clients else {}, w, whole)
+                for s, head in waiting.items()
+            }
+            for site, (head, reply) in self._send(messages, most).items():
+                if head["status"] == "behind" and not whole:
+                    continue
+                waiting.pop(site)
+                if head["status"] == "ok":
+                    self._holds[site] = self._names[-1]
+                    arrived[site] = head, reply
+                else:
+                    self._complain(site, str(head.get("reason", head["status"])))
+            waiting = {s: h for s, h in waiting.items() if s in self._behind}
+            if not waiting:
+                break
+        return arrived
+
+    def _message(self, site: str, head: dict, arrays: dict, w: Any, whole: bool) -> bytes:
+        news: dict[str, Any] = {"want": self._names[-1]}
+        extra: dict[str, PyTree] = {}
+        holds = self._holds.get(site, START)
+        if whole or holds not in self._names:
+            news["whole"], extra["w"] = True, w
+        else:
+            start = self._names.index(holds)
+            news["from"] = self._names[start:-1]
+            news["packets"] = [kind for kind, _ in self._packets[start:]]
+            extra |= {f"packet{i}": p for i, (_, p) in enumerate(self._packets[start:])}
+        return encode(head | {"w": news}, arrays | extra)
+
+    def _send(self, messages: dict[str, bytes], most: int) -> dict[str, tuple[dict, dict]]:
+        self.sent += sum(map(len, messages.values()))
+        found, self._behind = {}, set()
+        answers = self._transport(messages)
+        self._silent = (self._silent - answers.keys()) | (messages.keys() - answers.keys())
+        self._why |= dict.fromkeys(messages.keys() - answers.keys(), "no answer")
+        for site, data in answers.items():
+            try:
+                if isinstance(data, Exception):
+                    self._silent.add(site)
+                    raise Refused(f"no answer ({data})")
+                if site not in messages:
+                    raise Refused("it was not asked")
+                head, arrays = decode(data, most)
+                self.received += len(data)
+                if head.get("status") not in ("ok", "behind", "refused"):
+                    raise Refused("its reply has no status")
+                if head["status"] == "behind":
+                    self._behind.add(site)
+                self._why.pop(site, None)
+                found[site] = head, arrays
+            except Refused as refused:
+                self._complain(site, str(refused))
+        return found
+
+    def _complain(self, site: str, why: str) -> None:
+        """What a site sends is its own: no more than a line of it is told."""
+        self._why[site] = "".join(c if c.isprintable() else " " for c in why)[:300]
+        self._log(f"{site}: {self._why[site]}")
+
+    # For the checkpoint
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        head = {
+            "roster": self.roster,
+            "settled": self.settled,
+            "names": self._names,
+            "kinds": [kind for kind, _ in self._packets],
+            "holds": self._holds,
+        }
+        return head, {f"packet{i}": packet for i, (_, packet) in enumerate(self._packets)}
+
+    def restore(self, head: dict[str, Any]) -> None:
+        self.roster = {site: (first, count) for site, (first, count) in head["roster"].items()}
+        self.settled = {site: (last, used) for site, (last, used) in head["settled"].items()}
+        self._names, self._holds = head["names"], head["holds"]
+
+    def restore_packets(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Once a round's packets are known again."""
+        self._packets = [
+            (kind, take(arrays, f"packet{i}", self.protocol.packets[kind], finite=False))
+            for i, kind in enumerate(head["kinds"])
+        ]

@@ -1,0 +1,1 @@
+"""Local optimizers, step-size schedules, and the loop of local steps."""

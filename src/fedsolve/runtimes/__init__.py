@@ -1,0 +1,1 @@
+"""Runtimes: the places where clients can be, and how a round is executed there."""

@@ -1,0 +1,158 @@
+"""Clients over several devices: of one process, or of several that `jax.distributed` has joined.
+
+Every device holds an equal part of the clients' data and states and works on an equal part of each
+cohort. Everything else (w, the server's state, the history) is the same on all of them. All
+processes run the same program on the same inputs; what depends on a clock or on a user's Ctrl-C is
+decided by one of them, and the others follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from fedsolve.errors import InvalidInput
+from fedsolve.federation.state import State
+from fedsolve.problem.problem import Problem
+
+AXIS = "clients"
+SHARED, COPIED = PartitionSpec(AXIS), PartitionSpec()
+
+
+def mesh_of(devices: Any) -> Mesh | None:
+    """The devices that a user asked for: how many, "all", or which."""
+    if devices is None:
+        return None
+    there = jax.devices()
+    chosen: list[Any] = []
+    if isinstance(devices, str) and devices == "all":
+        chosen = there
+    elif isinstance(devices, int) and not isinstance(devices, bool):
+        if not 1 <= devices <= len(there):
+            raise InvalidInput(
+                f"devices is {devices}, but JAX sees {len(there)} ({there[0].platform}); on a CPU, "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={devices} makes more."
+            )
+        chosen = there[:devices]
+    elif isinstance(devices, Iterable):
+        chosen = list(devices)
+    if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
+        raise InvalidInput(f'devices must be a number, "all" or JAX devices, got {devices!r}.')
+    if {d.process_index for d in chosen} != set(range(jax.process_count())):
+        raise InvalidInput("Every process must have one of the devices; the plain way is 'all'.")
+    return Mesh(np.asarray(chosen), (AXIS,))
+
+
+def several_processes() -> bool:
+    """Whether this process is one of many."""
+    return jax.process_count() > 1
+
+
+def _specs(tree: PyTree, clients: int, mesh: Mesh) -> PyTree:
+    """Shared where there is one for each client, if devices can have equally many."""
+
+    def spec(leaf: Any) -> NamedSharding:
+        even = np.ndim(leaf) > 0 and np.shape(leaf)[0] == clients and clients % mesh.size == 0
+        return NamedSharding(mesh, SHARED if even else COPIED)
+
+    return jax.tree.map(spec, tree)
+
+
+def _copied(tree: PyTree, mesh: Mesh) -> PyTree:
+    return jax.tree.map(lambda _: NamedSharding(mesh, COPIED), tree)
+
+
+def problem_specs(problem: Problem, mesh: Mesh) -> Problem:
+    """Where each of the problem's arrays lies: clients' data are shared out."""
+    specs = _copied(problem, mesh)
+    return _with(specs, samples=_specs(problem.samples, problem.n, mesh))
+
+
+def state_specs(state: State, clients: int, mesh: Mesh) -> State:
+    """Where each array of a run's state lies: clients' states and memories are shared out."""
+    own = _specs((state.clients, state.memory), clients, mesh)
+    return _with(_copied(state, mesh), clients=own[0], memory=own[1])
+
+
+def spread(tree: PyTree, specs: PyTree) -> PyTree:
+    """Puts arrays where they belong. Every process has them all, and takes its part."""
+
+    def place(leaf: Any, sharding: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | jax.Array):
+            return leaf
+        values = np.asarray(leaf)
+        return jax.make_array_from_callback(values.shape, sharding, lambda part: values[part])
+
+    return jax.tree.map(place, tree, specs)
+
+
+def copied(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Puts arrays on every device."""
+    return spread(tree, _copied(tree, mesh))
+
+
+def kept(state: State, clients: int, mesh: Mesh | None) -> State:
+    """Inside a program: says that the state lies where it belongs."""
+    if mesh is None:
+        return state
+    return jax.lax.with_sharding_constraint(state, state_specs(state, clients, mesh))
+
+
+def shared(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Inside a program: says that every device has its part of the leading axis."""
+    specs = jax.tree.map(lambda _: NamedSharding(mesh, SHARED), tree)
+    return jax.lax.with_sharding_constraint(tree, specs)
+
+
+def everywhere(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Inside a program: says that every device has all of it."""
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, _copied(tree, mesh))
+
+
+def whole(tree: PyTree) -> PyTree:
+    """On the host: the arrays with the parts of all processes. All must call it."""
+    if not several_processes():
+        return tree
+    from jax.experimental.multihost_utils import process_allgather
+
+    return jax.tree.map(
+        lambda leaf: process_allgather(leaf, tiled=True) if isinstance(leaf, jax.Array) else leaf,
+        tree,
+    )
+
+
+def anyone(flag: bool) -> bool:
+    """Whether one of the processes says so. All must call it."""
+    if not several_processes():
+        return flag
+    from jax.experimental.multihost_utils import process_allgather
+
+    return bool(np.any(process_allgather(np.asarray(flag))))
+
+
+def agreed(*numbers: int) -> tuple[int, ...]:
+    """The first process's numbers, on all of them."""
+    if not several_processes():
+        return numbers
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    return tuple(int(n) for n in broadcast_one_to_all(np.asarray(numbers, np.int32)))
+
+
+def _with(module: Any, **fields: Any) -> Any:
+    import equinox as eqx
+
+    names = list(fields)
+    return eqx.tree_at(
+        lambda tree: [getattr(tree, name) for name in names],
+        module,
+        list(fields.values()),
+        is_leaf=lambda node: node is None,
+    )

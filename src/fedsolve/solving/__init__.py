@@ -1,0 +1,1 @@
+"""Runs: the loop over rounds, options, sweeps, stopping rules, checkpoints, results."""

@@ -1,0 +1,270 @@
+"""Checkpoints: a run on disk, whole, so that it can go on to the same bits after a power cut.
+
+A file is one line with a checksum, then safetensors (state, history) with a head that says which
+run it is. It is written beside its place, forced to the disk and renamed; the one before is kept,
+for the day on which the newest is damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsolve.errors import InvalidInput
+from fedsolve.federation.state import State
+from fedsolve.fields import check_count
+from fedsolve.solving.result import History
+from fedsolve.storage import arrays as codec
+from fedsolve.storage.atomic import check_writable, write_atomically
+
+if TYPE_CHECKING:
+    from fedsolve.storage.client_store import Store
+
+FORMAT = 1
+MAGIC = b"fedsolve checkpoint "
+SECONDS = 30.0  # between checkpoints, where nothing else is said;
+UNITS = {"s": 1, "min": 60, "h": 3600}
+SHARE = 20  # but so many times what the last one took, so that they stay cheap
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What was read from a file."""
+
+    path: Path
+    head: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def round(self) -> int:
+        """How many rounds were done."""
+        return self.head["round"]
+
+    @property
+    def seconds(self) -> float:
+        """How long they took."""
+        return self.head["seconds"]
+
+    @property
+    def stopped(self) -> str:
+        """The rule that ended the run, as `fingerprint` has it; empty if none did."""
+        return self.head["stopped"]
+
+    @property
+    def history(self) -> History:
+        """One entry for each evaluated round."""
+        return {
+            name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
+            for name, dtype in self.head["history"].items()
+        }
+
+    @property
+    def stores(self) -> list[tuple[str, np.ndarray]]:
+        """What its store is to hold, if it is of a streamed run: its own rows, and those of the
+        one before, which is gone back to if this one is damaged."""
+        both = [self, _good(_before(self.path))]
+        return [(c.head["store"], c.arrays["store.0"]) for c in both if c and "store" in c.head]
+
+    def of(self, path: Path) -> bool:
+        """Whether it was read from there (or from the one before)."""
+        return self.path in (path, _before(path))
+
+    def check(self, identity: dict[str, Any]) -> None:
+        """Refuses to be another run's."""
+        version = _version()
+        if self.head["version"] != version:
+            raise InvalidInput(
+                f"{self.path} is of fedsolve {self.head['version']}, and this is {version}."
+            )
+        others = [name for name, value in identity.items() if self.head["run"].get(name) != value]
+        if others:
+            raise InvalidInput(f"{self.path} belongs to another run: {', '.join(others)} differ.")
+
+    def state(self, template: State) -> State:
+        """The state, if it has the form of the template."""
+        arrays = {k: v for k, v in self.arrays.items() if k.startswith("state.")}
+        try:
+            state = codec.take(arrays, "state", template, finite=False)
+            codec.nothing_left(arrays)
+        except codec.Refused as error:
+            raise InvalidInput(f"{self.path} belongs to another run: {error}.") from None
+        return jax.tree.map(jnp.asarray, state)
+
+
+class Checkpoints:
+    """Writes a run's checkpoints: every so many rounds, or after so much time."""
+
+    def __init__(self, path: str | Path, every: int | str | None, identity: dict[str, Any]):
+        self._path, self._identity = Path(path), identity
+        self._every, self._seconds = how_often("checkpoint_every", every)
+        self._due = time.perf_counter() + self._seconds
+        check_writable(self._path.parent)
+
+    def at_most(self, budget: int, done: int) -> int:
+        """So many rounds, or fewer where the next checkpoint comes before."""
+        return budget if self._every is None else min(budget, self._every - done % self._every)
+
+    def due(self, done: int) -> bool:
+        if self._every is not None:
+            return done % self._every == 0
+        return time.perf_counter() >= self._due
+
+    def write(
+        self,
+        state: State,
+        history: History,
+        seconds: float,
+        stopped: str = "",
+        store: Store | None = None,
+    ) -> None:
+        """Puts the run on disk, with what a streamed run's store knows of its clients' rows. Where
+        that cannot be done, what is there stays, and the run goes on: its user is told."""
+        head = {
+            "format": FORMAT,
+            "version": _version(),
+            "jax": jax.__version__,
+            "run": self._identity,
+            "round": int(state.round),
+            "seconds": seconds,
+            "stopped": stopped,
+            "history": {name: str(values.dtype) for name, values in history.items()},
+        }
+        began = time.perf_counter()
+        named: dict[str, Any] = {f"history/{name}": v for name, v in history.items()}
+        try:
+            if store is not None:
+                head["store"], named["store"] = store.save()
+            data = codec.encode(head, {"state": state} | named)
+            line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
+            write_atomically(self._path, line, data, before=_before(self._path))
+            if store is not None:
+                store.saved()
+        except OSError as error:
+            message = f"No checkpoint after round {int(state.round)}: cannot write {self._path}"
+            warnings.warn(f"{message}: {error.strerror}.", stacklevel=3)
+        now = time.perf_counter()
+        self._due = now + max(self._seconds, SHARE * (now - began))
+
+
+def how_often(name: str, every: int | str | None) -> tuple[int | None, float]:
+    """Rounds between checkpoints, None where time is counted; and the seconds."""
+    if isinstance(every, str):
+        found = re.fullmatch(rf"([\d.]+) *({'|'.join(UNITS)})", every.strip())
+        with contextlib.suppress(ValueError):
+            if found and (seconds := float(found[1]) * UNITS[found[2]]) > 0:
+                return None, seconds
+        raise InvalidInput(
+            f'{name} must be a whole number of rounds, or a time such as "90 s" or "5 min", got'
+            f" {every!r}."
+        )
+    if every is not None:
+        check_count(name, every)
+    return every, SECONDS
+
+
+def load(path: str | Path) -> Checkpoint:
+    """The newest good checkpoint of that name. A damaged one is set aside, and the user told."""
+    path, damaged = Path(path), []
+    for place in (path, _before(path)):
+        try:
+            found = _read(place)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InvalidInput(f"Cannot read {place}: {error.strerror}.") from None
+        if found is not None:
+            if damaged:
+                with contextlib.suppress(OSError):  # never rotated into the good one's place
+                    os.replace(path, path.with_name(path.name + ".damaged"))
+                message = f"{path} is damaged; going on from the one before, round {found.round}."
+                warnings.warn(message, stacklevel=2)
+            if (theirs := found.head.get("jax")) != jax.__version__:
+                warnings.warn(
+                    f"{place} is of JAX {theirs}, and this is {jax.__version__}: the same numbers"
+                    " up to rounding, not the same bits.",
+                    stacklevel=2,
+                )
+            return found
+        damaged.append(place)
+    if damaged:
+        raise InvalidInput(f"{' and '.join(map(str, damaged))}: no good checkpoint.")
+    raise InvalidInput(f"There is no checkpoint {path}.")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something to go on from, good or not."""
+    return path.exists() or _before(path).exists()
+
+
+def fingerprint(*things: Any) -> str:
+    """The same text in every process for the same problem, algorithm or rule, numbers and data
+    included. Of functions it knows the name only."""
+    digest = hashlib.sha256()
+    _feed(digest.update, things)
+    return digest.hexdigest()[:16]
+
+
+def _feed(update: Callable[[bytes], None], thing: Any) -> None:
+    if isinstance(thing, np.ndarray | jax.Array | np.generic):
+        array = np.asarray(thing)
+        update(f"{array.dtype}{array.shape}".encode())
+        update(np.ascontiguousarray(array).tobytes())
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        update(type(thing).__qualname__.encode())
+        for field in dataclasses.fields(thing):
+            _feed(update, (field.name, getattr(thing, field.name, None)))
+    elif isinstance(thing, dict):
+        _feed(update, list(thing.items()))
+    elif isinstance(thing, list | tuple):
+        update(f"[{len(thing)}".encode())
+        for part in thing:
+            _feed(update, part)
+    elif isinstance(thing, functools.partial):
+        _feed(update, (thing.func, thing.args, thing.keywords))
+    elif callable(thing):
+        update(getattr(thing, "__qualname__", type(thing).__qualname__).encode())
+    elif isinstance(thing, str | int | float | bool | None):
+        update(repr(thing).encode())
+    else:
+        update(type(thing).__qualname__.encode())
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """None if it is damaged."""
+    line, _, data = path.read_bytes().partition(b"\n")
+    if line != MAGIC + hashlib.sha256(data).hexdigest().encode():
+        return None
+    head, arrays = codec.decode(data, None)
+    if head["format"] != FORMAT:
+        raise InvalidInput(f"{path} has a form that this version of fedsolve does not read.")
+    return Checkpoint(path, head, arrays)
+
+
+def _good(path: Path) -> Checkpoint | None:
+    try:
+        return _read(path)
+    except (OSError, InvalidInput):
+        return None
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(path.name + ".before")
+
+
+def _version() -> str:
+    import fedsolve
+
+    return fedsolve.__version__

@@ -1,0 +1,1 @@
+"""Arrays as bytes, atomic writes, file locks, and clients' states on disk."""

@@ -1,0 +1,5 @@
+"""PyTorch modules as problems."""
+
+from fedsolve.torch.problem import load, problem
+
+__all__ = ["load", "problem"]
