@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.exchange import Cohort
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import check_count, check_kind
 from fedsolve.participation.availability import Availability, as_availability
@@ -30,6 +29,7 @@ from fedsolve.participation.weighting import (
 )
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Cohort
 
 WEIGHTINGS = {
     part.__name__: part for part in (Uniform, DataSize, PowerOfChoice, BANT, FOLB, GradientNorm)

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.algorithms.participating import Participating, as_selection, as_weighting
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.exchange import Cohort
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, scalar
 from fedsolve.participation.selection import Everyone, Selection
@@ -19,6 +18,7 @@ from fedsolve.participation.weighting import Methods, Weighting
 from fedsolve.problem.client import Client
 from fedsolve.problem.domains import project_capped
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Cohort
 
 
 class Memory(NamedTuple):

@@ -9,15 +9,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from fedsolve.problem.samples import Samples
+from fedsolve.types import Cohort, Flags
 
 if TYPE_CHECKING:
     from fedsolve.federation.federation import Federation
 
-Flags = Bool[Array, " m"] | Bool[np.ndarray, " m"]
-Cohort = Int[Array, " m"] | Int[np.ndarray, " m"]
+
 SUBSETS = 2**31 - 1  # a key that no exchange has
 
 

@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.counters import Bytes
-from fedsolve.federation.exchange import Cohort, Flags, Question, Restricted
+from fedsolve.federation.exchange import Question, Restricted
 from fedsolve.federation.options import Setting
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import State
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Cohort, Flags
 
 
 class Federation:

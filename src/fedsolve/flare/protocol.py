@@ -16,11 +16,12 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
-from fedsolve.federation.exchange import Flags, Question
+from fedsolve.federation.exchange import Question
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.simulation import Simulation
+from fedsolve.types import Flags
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Key, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
-from fedsolve.federation.exchange import Flags, Question
+from fedsolve.federation.exchange import Question
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.state import State
 from fedsolve.flare.journal import Journal, Parts, read
@@ -28,6 +28,7 @@ from fedsolve.solving.chunks import Spans, joined, on_host, spans_of
 from fedsolve.solving.result import History, Run
 from fedsolve.solving.solve import numbers_on_device, precision_of
 from fedsolve.storage.arrays import decode, in_order, parts, take
+from fedsolve.types import Flags
 
 FOLDER = "server"  # in a run's home: the server's journal
 

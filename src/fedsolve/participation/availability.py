@@ -25,8 +25,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.exchange import Cohort, Flags
 from fedsolve.fields import check_count, check_positive, read_table, scalar
+from fedsolve.types import Cohort, Flags
 
 
 class Availability(eqx.Module):

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
-from fedsolve.federation.exchange import Cohort
 from fedsolve.fields import check_count
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.weighting import Weights, draw_proportionally
+from fedsolve.types import Cohort
 
 
 class Selection(eqx.Module):

@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from fedsolve.federation.exchange import Cohort
 from fedsolve.federation.options import Setting
 from fedsolve.runtimes.sharding import shared
+from fedsolve.types import Cohort
 
 TOGETHER = 2**25  # bytes: so much of clients' data is worked on in one piece,
 BLOCK = 2**22  # and of more than that only so much at a time (benchmarks/fedadmm_scale.py)

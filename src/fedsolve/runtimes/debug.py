@@ -15,12 +15,13 @@ from jaxtyping import Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import ClientError
-from fedsolve.federation.exchange import Flags, Question
+from fedsolve.federation.exchange import Question
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import Setting
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.evaluation import look
+from fedsolve.types import Flags
 
 
 class Debug(Federation):

@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Int, PyTree, UInt32
 
 from fedsolve.algorithms.base import Algorithm
-from fedsolve.federation.exchange import Flags, Question
+from fedsolve.federation.exchange import Question
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import Setting
 from fedsolve.federation.state import State
@@ -28,6 +28,7 @@ from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.blocks import map_clients
 from fedsolve.runtimes.evaluation import look
 from fedsolve.runtimes.sharding import everywhere, kept
+from fedsolve.types import Flags
 
 SLOTS = 100
 

@@ -17,11 +17,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
-from fedsolve.federation.exchange import Cohort, Flags, Question
+from fedsolve.federation.exchange import Question
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import Setting
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Cohort, Flags
 
 
 class Asked(eqx.Module):

@@ -27,7 +27,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.counters import Bytes
-from fedsolve.federation.exchange import Cohort
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import Setting
 from fedsolve.federation.replies import Replies
@@ -39,6 +38,7 @@ from fedsolve.runtimes.stages import Asked, answered, asks_one_cohort, played
 from fedsolve.solving.checkpoint import Checkpoint
 from fedsolve.solving.stopping import wants_gradient
 from fedsolve.storage.client_store import Store
+from fedsolve.types import Cohort
 
 BLOCK = 2**26  # bytes of clients' data that are evaluated in one piece
 
