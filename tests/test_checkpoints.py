@@ -21,6 +21,7 @@ import fedsolve as fs
 import survivor
 from fedsolve.experiments import run_folder as folder
 from fedsolve.solving import checkpoint as checkpoints
+from fedsolve.storage import atomic
 from fedsolve.storage.atomic import check_writable
 from test_cli import fedsolve  # noqa: F401
 
@@ -348,7 +349,7 @@ def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkey
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as read_only:
-        read_only.setattr(checkpoints, "write_atomically", refuse)
+        read_only.setattr(atomic, "write_atomically", refuse)
         status, _, told = fedsolve("run", "--resume", "x")
     assert status == 2
     assert "Cannot write to x: Read-only file system." in " ".join(told.split())
