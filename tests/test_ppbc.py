@@ -13,8 +13,8 @@ import fedsolve as fs
 import oracles
 from fedsolve.federation.state import State
 from fedsolve.problem.domains import project_capped
+from fedsolve.runtimes.placement import numbers_on_device
 from fedsolve.runtimes.simulation import Simulation
-from fedsolve.solving.solve import numbers_on_device
 
 parts = fs.participation
 PROBLEM = examples.least_squares(clients=6, constrained=False)

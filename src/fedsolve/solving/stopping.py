@@ -11,16 +11,14 @@ configuration serves problems of all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
 
 from fedsolve.errors import InvalidInput
+from fedsolve.federation.options import Stop
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.problem import Problem
-
-Stop = Callable[[dict[str, Any]], Any]
 
 
 class Stationary(eqx.Module):
@@ -87,17 +85,13 @@ class StationaryForSize(eqx.Module):
 
 
 def for_problem(stop: Stop | None, problem: Problem) -> Stop | None:
-    """The rule for that problem."""
-    return stop.of(problem) if hasattr(stop, "of") else stop  # type: ignore
+    """Return the rule to apply to a problem."""
+    adapt = getattr(stop, "of", None)
+    return stop if adapt is None else adapt(problem)
 
 
-def wants_gradient(stop: Stop | None) -> bool:
-    """Whether the rule looks at ‖∇f(w)‖²."""
-    return bool(getattr(stop, "gradient", False))
-
-
-def check_stop(stop: Any) -> None:
-    """Refuses what is no rule."""
+def check_stop(stop: object) -> None:
+    """Raise if this is no rule."""
     if stop is not None and (not callable(stop) or isinstance(stop, type)):
         raise InvalidInput(
             f"stop must be a rule such as Stationary(below=1e-6), or a function of a history "
