@@ -35,9 +35,9 @@ import numpy as np
 
 import fedsolve as fs
 from fedsolve.federation.options import RoundOptions
-from fedsolve.runtimes.simulation import Simulation, compiled_advance, compiled_start
 from fedsolve.runtimes.chunks import padded
 from fedsolve.runtimes.placement import numbers_on_device
+from fedsolve.runtimes.simulation import Simulation, compiled_advance, compiled_start
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "docs" / "results" / "limits.json", ROOT / "docs" / "limits.md"

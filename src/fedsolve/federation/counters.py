@@ -5,9 +5,11 @@ from __future__ import annotations
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped, UInt32
+from jaxtyping import Array, Int, Shaped, UInt32
 
-Integers = Int[np.ndarray, "..."] | np.int64
+from fedsolve.types import Flag
+
+Integers = Int[np.ndarray, "..."]
 
 
 class Count(eqx.Module):
@@ -21,7 +23,7 @@ class Count(eqx.Module):
         """Return a count of nothing."""
         return cls(jnp.uint32(0), jnp.uint32(0))
 
-    def plus(self, count: Shaped[Array, ""] | Bool[np.ndarray, ""] | int, each: int) -> Count:
+    def plus(self, count: Shaped[Array, ""] | Flag | int, each: int) -> Count:
         """Add `count` times `each`."""
         count = jnp.asarray(count, jnp.uint32)
         high, low = np.uint32(each >> 16), np.uint32(each & 0xFFFF)
@@ -53,4 +55,4 @@ class Count(eqx.Module):
 
     def exact(self) -> Integers:
         """Return the count as 64-bit integers, on the host."""
-        return np.asarray(self.high, np.int64) * 2**16 + np.asarray(self.low, np.int64)
+        return np.asarray(np.asarray(self.high, np.int64) * 2**16 + np.asarray(self.low, np.int64))

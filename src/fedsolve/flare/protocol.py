@@ -25,7 +25,7 @@ class Protocol:
 
     exchanges: tuple[RecordedExchange, ...]
     packets: tuple[Packet, ...]
-    client: tuple[ClientState, PyTree]  # one client's state and memory
+    client: PyTree  # one client's state and memory
     w: PyTree
 
 

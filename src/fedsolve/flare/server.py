@@ -170,6 +170,8 @@ class Deployed(Runtime):
 
     def advance(self, state: State, spans: Spans) -> Advanced:
         link, complete = self.link, []
+        answered: list[str] = []
+        info: Info = {}
         for start, stop, look in spans.tolist():
             for _ in range(start, stop):
                 after, info = jax.block_until_ready(self._play(state))

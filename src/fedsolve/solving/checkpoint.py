@@ -17,11 +17,11 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
@@ -29,6 +29,8 @@ from fedsolve.fields import check_count
 from fedsolve.runtimes.history import History, joined
 from fedsolve.storage import arrays as codec
 from fedsolve.storage.atomic import check_writable, write_atomically
+from fedsolve.storage.client_store import Store
+from fedsolve.types import Table
 
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "
@@ -42,7 +44,7 @@ class Checkpoint:
     """What was read from a file."""
 
     path: Path
-    head: dict[str, Any]
+    head: Table
     arrays: dict[str, np.ndarray]
 
     @property
@@ -79,8 +81,8 @@ class Checkpoint:
         """Whether it was read from there (or from the one before)."""
         return self.path in (path, _before(path))
 
-    def check(self, identity: dict[str, Any]) -> None:
-        """Refuses to be another run's."""
+    def check(self, identity: Table) -> None:
+        """Raise if the checkpoint belongs to a different run."""
         version = _version()
         if self.head["version"] != version:
             raise InvalidInput(
@@ -141,7 +143,7 @@ class Checkpoints:
             "history": {name: str(values.dtype) for name, values in history.items()},
         }
         began = time.perf_counter()
-        named: dict[str, Any] = {f"history/{name}": v for name, v in history.items()}
+        named: dict[str, PyTree] = {f"history/{name}": v for name, v in history.items()}
         try:
             if self.store is not None:
                 head["store"], named["store"] = self.store.save()
@@ -207,7 +209,7 @@ def exists(path: Path) -> bool:
     return path.exists() or _before(path).exists()
 
 
-def fingerprint(*things: Any) -> str:
+def fingerprint(*things: object) -> str:
     """The same text in every process for the same problem, algorithm or rule, numbers and data
     included. Of functions it knows the name only."""
     digest = hashlib.sha256()
@@ -215,7 +217,7 @@ def fingerprint(*things: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _feed(update: Callable[[bytes], None], thing: Any) -> None:
+def _feed(update: Callable[[bytes], None], thing: object) -> None:
     if isinstance(thing, np.ndarray | jax.Array | np.generic):
         array = np.asarray(thing)
         update(f"{array.dtype}{array.shape}".encode())

@@ -259,7 +259,7 @@ def _resumed(saved: State, start: State, rounds: int) -> State:
     return jax.tree.map(jnp.asarray, saved)
 
 
-def _shapes(tree: PyTree) -> tuple[jax.tree_util.PyTreeDef, list[tuple]]:
+def _shapes(tree: PyTree) -> tuple[object, list[tuple]]:
     leaves, structure = jax.tree.flatten(eqx.filter(tree, eqx.is_array_like))
     return structure, [(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 

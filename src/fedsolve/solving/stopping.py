@@ -11,14 +11,17 @@ configuration serves problems of all sizes.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import equinox as eqx
+from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import Stop
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Flag
 
 
 class Stationary(eqx.Module):
@@ -30,7 +33,7 @@ class Stationary(eqx.Module):
     def __check_init__(self):
         check_positive("below", self.below)
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         return entry["squared_gradient"] < self.below
 
 
@@ -39,7 +42,7 @@ class Reached(eqx.Module):
 
     objective: Scalar = eqx.field(converter=scalar("objective"))
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         return entry["objective"] <= self.objective
 
 
@@ -61,7 +64,7 @@ class NearOptimum(eqx.Module):
         best = least(problem) if problem.optimum is None else problem.optimum
         return Reached(best + float(self.within) * (1 + abs(best)))
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         raise InvalidInput("NearOptimum is a rule for a problem: NearOptimum(...).of(problem).")
 
 
@@ -80,7 +83,7 @@ class StationaryForSize(eqx.Module):
 
         return Stationary(tolerance(problem, float(self.accuracy), self.test))
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         raise InvalidInput("StationaryForSize is a rule for a problem: use its of(problem).")
 
 
