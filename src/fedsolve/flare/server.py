@@ -28,7 +28,7 @@ from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import Shares, Values, client_values, combined
-from fedsolve.runtimes.history import History, entry_history, joined
+from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.result import Run
@@ -137,7 +137,7 @@ class Deployed(Runtime):
     ):
         super().__init__(problem, algorithm, RoundOptions())
         self.link, self._sites, self._seed = link, sites, seed
-        self.waiting: History = {}
+        self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
 
@@ -186,7 +186,7 @@ class Deployed(Runtime):
                 self.waiting = entry_history(info, stop)
                 link.look(stop, state.w, self._values)
                 self._began, self._rounds = time.perf_counter(), 0
-        return Advanced(state, joined(complete) or {"round": np.zeros(0, np.int64)})
+        return Advanced(state, joined(complete) or no_history())
 
     def finish(self, state: State) -> History | None:
         return next(iter(self._complete(state)), None)
@@ -217,7 +217,7 @@ class Deployed(Runtime):
             values = self._unknown(state.w, shares)
         self.told = self.news
         entry = {name: column[0] for name, column in self.waiting.items() if name != "round"}
-        round, self.waiting = self.waiting["round"].item(), {}
+        round, self.waiting = self.waiting["round"].item(), History()
         return [entry_history(entry | values, round)]
 
     def _news(self, answered: list[str]) -> Table:
@@ -395,7 +395,7 @@ def _history(chunks: list[History]) -> History:
         more = [(0, 0), *[(0, a - b) for a, b in zip(shape, values.shape[1:], strict=True)]]
         return np.pad(values, more, constant_values=-1) if any(map(any, more)) else values
 
-    return joined([{k: fit(v, wide[k]) for k, v in chunk.items()} for chunk in chunks])
+    return joined([History({k: fit(v, wide[k]) for k, v in chunk.items()}) for chunk in chunks])
 
 
 def _loaded(base: bytes | None, records: Sequence[bytes]) -> tuple[Record | None, list[History]]:
@@ -418,4 +418,4 @@ def _restored(saved: Record, problem: Problem, algorithm: Algorithm) -> State:
 
 
 def _named(arrays: dict[str, np.ndarray], prefix: str, names: list[str]) -> History:
-    return {name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)}
+    return History({name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)})

@@ -240,7 +240,7 @@ def _beginning(
     # A last evaluation between the others would not be there with more rounds.
     rounds = history["round"]
     kept = (rounds % options.evaluate_every == 0) | (rounds == options.rounds)
-    history = {name: values[kept] for name, values in history.items()}
+    history = History({name: values[kept] for name, values in history.items()})
     if options.progress is not None:
         options.progress(saved.round, options.rounds, history)
     return runtime.place(state), [history]

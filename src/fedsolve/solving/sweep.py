@@ -165,7 +165,8 @@ class _Grid:
         for row, index in enumerate(members):
             settings, changed, seed, number = self._cells[index]
             done = np.append(np.flatnonzero(ends[:, row]) + 1, len(history["round"]))[0]
-            own = {k: (v if k == "round" else v[:, row])[:done] for k, v in history.items()}
+            columns = {k: v if k == "round" else v[:, row] for k, v in history.items()}
+            own = History({name: values[:done] for name, values in columns.items()})
             last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
             problem = self._problems[number]
             self._runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
