@@ -167,7 +167,7 @@ class Clock(eqx.Module):
         self,
         method: str,
         cohort: Cohort,
-        sent_down: Float[Array, " m"],
+        sent_down: Float[Array, " m"] | float,
         sent_up: int,
         round: Round,
         seed: PRNGKey,

@@ -57,8 +57,9 @@ class Deployment(Federation):
         size = len(cohort)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), template)
 
-        def ask(round: np.ndarray, cohort: Cohort, asked: Flags, message: PyTree, w: Vector):
-            cohort, asked = np.asarray(cohort), np.asarray(asked)
+        def ask(
+            round: np.ndarray, cohort: np.ndarray, asked: np.ndarray, message: PyTree, w: np.ndarray
+        ) -> tuple[Reply, np.ndarray]:
             found = []
             if asked.any():
                 found = self._link.ask(int(round), exchange.number, cohort[asked], message, w)

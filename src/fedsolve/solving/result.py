@@ -85,7 +85,7 @@ class Run:
     ) -> Run:
         """Return a run, with its parameters on the host."""
 
-        def on_host(w: Vector) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
+        def on_host(w: Vector | np.ndarray) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
             return problem.layout.unravel(np.asarray(w))
 
         average = algorithm.average(state.server)

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
@@ -200,9 +200,9 @@ def _advance_all(
     problem: Problem,
     algorithms: Algorithm,
     state: State,
-    spans: Spans,
+    spans: Int[Array | np.ndarray, "_ 3"],
     options: RoundOptions,
-    stopped: Bool[np.ndarray, " members"],
+    stopped: Bool[Array | np.ndarray, " members"],
 ) -> tuple[State, Info]:
     def one(algorithm: Algorithm, state: State, stopped: Flag) -> tuple[State, Info]:
         # Without a rule all runs go through the same rounds.
