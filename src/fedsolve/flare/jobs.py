@@ -36,7 +36,7 @@ from fedsolve.flare.site_config import (
     site_problem,
 )
 from fedsolve.runtimes.compilation import keep_compiled_programs
-from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
 from fedsolve.storage.atomic import open_locked, write_atomically
 from fedsolve.types import Table
