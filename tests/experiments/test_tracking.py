@@ -165,7 +165,7 @@ class Seen(fs.Tracker):
 
 def test_deployments_are_followed_too(tmp_path, monkeypatch):
     """With news as a server gives them, and one that is not heard."""
-    commands = pytest.importorskip("fedsolve.flare.commands")
+    commands = pytest.importorskip("fedsolve.cli.deploy")
     monkeypatch.chdir(tmp_path)
     table = config.read("neyman-pearson")
     for change in ("problem.clients=3", "algorithm.participants=2", "run.seeds=[4, 5]"):
@@ -186,7 +186,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
         return {"": runs}, "finished"
 
     monkeypatch.setattr(commands.deploy, "deploy_local", deployed)
-    assert commands.local(wanted, 2, "x", ["test_tracking:Seen"]) == 0
+    assert commands.local(wanted, 2, "x", [f"{__name__}:Seen"]) == 0
     found = pd.read_csv(tmp_path / "x/history.csv")
     assert len(Seen.there) == 2
     for run, rows in zip(runs, Seen.there.values(), strict=True):
