@@ -27,19 +27,15 @@ import fedsolve as fs
 from fedsolve.cli import deploy as commands
 from fedsolve.experiments import config
 from fedsolve.experiments import registry as kinds
-from fedsolve.flare import admin as engine
-from fedsolve.flare import jobs
-from fedsolve.flare.jobs import OWNER, built
-from fedsolve.flare.provisioning import ADMIN, AUTHORITY, make_kits
+from fedsolve.flare import jobs, processes
+from fedsolve.flare.admin import NoServer
+from fedsolve.flare.job_files import write_job
+from fedsolve.flare.jobs import built
+from fedsolve.flare.kit_checks import check_certificate, check_connection
+from fedsolve.flare.local_federation import local_federation, run_on
+from fedsolve.flare.processes import HOME, OWNER, keep_running
+from fedsolve.flare.provisioning import ADMIN, AUTHORITY, init, make_kits
 from fedsolve.flare.site_config import site_problem
-from fedsolve.flare.supervisor import (
-    check_certificate,
-    check_welcome,
-    init,
-    keep_running,
-    local_federation,
-    run_on,
-)
 from fedsolve.storage.arrays import decode, encode
 from tests.support.conformance import ALGORITHMS, KINDS
 from tests.support.mlflow_database import check
@@ -198,7 +194,7 @@ def test_a_killed_server_goes_on_to_the_same_bits(federation):
     """First its job, then the whole server, which is started again: as if nothing was."""
 
     def kill_server():
-        engine.stop([federation.processes["localhost"]])
+        processes.stop([federation.processes["localhost"]])
         federation.start_server()
 
     when(federation, "server-killed", 6, lambda: kill_job(federation, "localhost"))
@@ -206,7 +202,7 @@ def test_a_killed_server_goes_on_to_the_same_bits(federation):
     wanted = experiment(15)
     told = []
     ((run,),) = run_on(federation, wanted, "server-killed", told.append).values()
-    assert told.count({"note": "going on with a new job"}) >= 2
+    assert told.count({"note": "continuing with a new job"}) >= 2
     assert_same(run, simulated(wanted))
 
 
@@ -217,7 +213,7 @@ def test_all_sites_killed_and_back(federation):
     sites = [name for name in federation.kits if name.startswith("site")]
 
     def kill(*names):
-        engine.stop([federation.processes[name] for name in names])
+        processes.stop([federation.processes[name] for name in names])
 
     def come_back():
         kill(*sites[1:])
@@ -242,7 +238,7 @@ def test_all_sites_killed_and_back(federation):
 def test_the_commands_of_an_owner(tmp_path):
     """init, server, site, submit, status, stop: as three machines would use them."""
     (tmp_path / "federation.toml").write_text(
-        f'server = "localhost"\nport = {engine.free_port()}\nsites = ["north", "south"]\n'
+        f'server = "localhost"\nport = {processes.free_port()}\nsites = ["north", "south"]\n'
     )
     environment = os.environ | {
         "HOME": str(tmp_path / "home"),
@@ -300,7 +296,7 @@ def test_the_commands_of_an_owner(tmp_path):
         np.testing.assert_allclose(history["objective"], expected["objective"], atol=1e-10)
         np.testing.assert_array_equal(history["bytes_up_total"], expected["bytes_up_total"])
         status, told = done("submit", "neyman-pearson", *words[:-4], *words[-2:], "--run", "first")
-        assert (status, "first is another experiment's run" in told) == (2, True), told
+        assert (status, "first belongs to a different experiment" in told) == (2, True), told
         status, told = done("status", "--kit", admin)
         assert status == 0
         assert "site north" in told
@@ -314,7 +310,7 @@ def test_the_commands_of_an_owner(tmp_path):
         follower.send_signal(signal.SIGINT)
         told, _ = follower.communicate(timeout=60)
         assert (follower.returncode, "--run second" in told) == (130, True), told
-        engine.stop([server])
+        processes.stop([server])
         assert not (home / "done").exists()
         server = start("server", str(kits / "localhost"), "--data", "server.toml", "--kit", admin)
         wait_until((home / "done").exists, 150)
@@ -325,7 +321,7 @@ def test_the_commands_of_an_owner(tmp_path):
         for process in [server, *sites]:
             process.communicate(timeout=60)
     finally:
-        engine.stop([process for process in started if process.poll() is None])
+        processes.stop([process for process in started if process.poll() is None])
         for process in started:
             process.stdout.close()
 
@@ -416,20 +412,23 @@ def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
 
 def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
     """That they are wrong, not what they hold; its owner reads the rest in the log."""
-    monkeypatch.setenv(jobs.HOME, str(tmp_path / "home"))
+    monkeypatch.setenv(HOME, str(tmp_path / "home"))
     monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
     (tmp_path / "site.toml").write_text('[data]\nloader = "npz"\npath = "own.npz"\n')
     hello = encode({"kind": "hello", "total": 0}, {})
 
     def said(**changes):
-        site = jobs.Site(json.dumps(experiment(1).resolved | changes), "trial")
+        site = jobs.SiteJob(json.dumps(experiment(1).resolved | changes), "trial")
         site.start()
         head, _ = decode(site.answer(0, hello), 0)
         return head["status"], head.get("reason", "")
 
     (tmp_path / "own.npz").write_text("patient 4711")
     told = said()
-    assert told == ("refused", "Its own data or its owner's file are not right; its log says why.")
+    assert told == (
+        "refused",
+        "Its data or its owner's file is not valid; see its log.",
+    )
     assert "Cannot load" in capfd.readouterr().err
     (tmp_path / "site.toml").write_text("patient 4711")
     assert said() == told
@@ -437,18 +436,18 @@ def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
     status, reason = said(problem={"kind": "sparse_logistic", "source": __file__})
     assert (status, "would be a file here" in reason) == ("refused", True)
     monkeypatch.setattr(jobs, "built", lambda text: {}["patient-4711"])
-    assert said() == ("refused", "KeyError; this site's own log says more")
+    assert said() == ("refused", "KeyError; see this site's log")
 
 
 @pytest.mark.parametrize("run", ["/etc/x", "../../x", "a/b", ".hidden", "", "x" * 65, "a\n"])
 def test_a_runs_name_is_no_path(tmp_path, monkeypatch, run):
-    monkeypatch.setenv(jobs.HOME, str(tmp_path / "a/b/home"))
+    monkeypatch.setenv(HOME, str(tmp_path / "a/b/home"))
     monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
     (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
     before = sorted(tmp_path.rglob("*"))
     wanted = experiment(1)
     text = json.dumps(wanted.resolved)
-    site = jobs.Site(text, run)
+    site = jobs.SiteJob(text, run)
     site.start()
     head, _ = decode(site.answer(0, encode({"kind": "hello", "total": 0}, {})), 0)
     assert "A run's name has letters" in head["reason"]
@@ -456,14 +455,14 @@ def test_a_runs_name_is_no_path(tmp_path, monkeypatch, run):
     with refused:
         jobs.Coordinator(text, run)._all_runs()
     with refused:
-        engine.write_job(tmp_path, wanted.resolved, run, ["site-1"])
+        write_job(tmp_path, wanted.resolved, run, ["site-1"])
     with refused:
         commands.submit(wanted, "", run, None, [])
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(jobs.HOME, str(tmp_path))
+    monkeypatch.setenv(HOME, str(tmp_path))
     monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
     monkeypatch.setattr(jobs, "PATIENCE", 0.0)
     (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
@@ -474,9 +473,9 @@ def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
         return decode(site.answer(0, hello), 0)[0]
 
     text = json.dumps(experiment(1).resolved)
-    old, new = jobs.Site(text, "trial"), jobs.Site(text, "trial")
+    old, new = jobs.SiteJob(text, "trial"), jobs.SiteJob(text, "trial")
     assert said(old) == {"status": "ok", "clients": 2}
-    assert said(new)["reason"] == "An older job still has this run here."
+    assert said(new)["reason"] == "An older job of this run is still running here."
     old._alone.close()  # as the end of its process does
     assert said(new) == {"status": "ok", "clients": 2}
 
@@ -484,7 +483,7 @@ def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["server", "site-1"])
 def test_a_job_with_code_is_refused(federation, tmp_path, where):
     """FLARE would let such a job run whatever it names. Each machine refuses it by itself."""
-    path = engine.write_job(tmp_path, experiment(1).resolved, f"code-{where}", ["site-1"])
+    path = write_job(tmp_path, experiment(1).resolved, f"code-{where}", ["site-1"])
     shutil.copytree(path / "app", path / "own")
     (path / "own/custom").mkdir()
     mark = tmp_path / "ran"
@@ -509,7 +508,7 @@ def test_a_job_with_code_is_refused(federation, tmp_path, where):
 
 @pytest.mark.parametrize("where", ["server", "site-1"])
 def test_nobody_looks_into_files_from_afar(federation, where):
-    with pytest.raises(engine.NoServer, match="uthoriz"):
+    with pytest.raises(NoServer, match="uthoriz"):
         federation.admin._do(lambda session: session.cat_target(where, file="x.log"))
 
 
@@ -537,7 +536,7 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
     kits = federation.folder / "kits"
     kit = federation.kits["site-1"]
     check_certificate(kit)
-    check_welcome(kit)
+    check_connection(kit)
     port = int((kit / "startup/fed_client.json").read_text().split("localhost:")[1].split('"')[0])
     foreign = make_kits(tmp_path / "foreign", "localhost", port, ["site-1"])["site-1"]
     refusals = {}
@@ -549,26 +548,26 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
         assert time.monotonic() - began < 10
         refusals[who] = str(caught.value)
 
-    refused("another authority", check_welcome, foreign)
+    refused("another authority", check_connection, foreign)
     own_root = (kit / "startup/rootCA.pem").read_bytes()
     (foreign / "startup/rootCA.pem").write_bytes(own_root)
-    refused("a certificate of another authority", check_welcome, foreign)
+    refused("a certificate of another authority", check_connection, foreign)
     certificate_for(kits, foreign, "site-1", days=-1)
     refused("an expired certificate, seen here", check_certificate, foreign)
-    refused("an expired certificate, seen by the server", check_welcome, foreign)
+    refused("an expired certificate, seen by the server", check_connection, foreign)
     certificate_for(kits, foreign, "site-2", days=1)
     refused("another site's certificate", check_certificate, foreign)
     config_file = foreign / "startup/fed_client.json"
     config_file.write_text(config_file.read_text().replace("localhost:", "127.0.0.1:"))
-    refused("a server under another name", check_welcome, foreign)
-    nobody = make_kits(tmp_path / "n", "localhost", engine.free_port(), ["s"])["s"]
-    refused("nobody there", check_welcome, nobody)
+    refused("a server under another name", check_connection, foreign)
+    nobody = make_kits(tmp_path / "n", "localhost", processes.free_port(), ["s"])["s"]
+    refused("nobody there", check_connection, nobody)
     with socket.create_server(("localhost", 0)) as plain:
         text = (nobody / "startup/fed_client.json").read_text()
         old = text.split("localhost:")[1].split('"')[0]
         new = text.replace(f"localhost:{old}", f"localhost:{plain.getsockname()[1]}")
         (nobody / "startup/fed_client.json").write_text(new)
-        refused("a server without TLS", lambda k: check_welcome(k, timeout=1.0), nobody)
+        refused("a server without TLS", lambda k: check_connection(k, timeout=1.0), nobody)
     with socket.create_connection(("localhost", port), 5) as raw:  # plain TCP to our server
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
         raw.settimeout(10)
@@ -584,12 +583,12 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
     for who, why in refusals.items():
         print(f"{who}: {why}")
     expected = [
-        "is not the one of this kit: unable to get local issuer",
-        "refuses this kit's certificate",
+        "is not this kit's server: unable to get local issuer",
+        "rejects this kit's certificate",
         "certificate of site-1 expired on",
-        "refuses this kit's certificate",
-        "that of site-1, but its certificate is that of site-2",
-        "is not the one of this kit: IP address mismatch",
+        "rejects this kit's certificate",
+        "belongs to site-1, but its certificate belongs to site-2",
+        "is not this kit's server: IP address mismatch",
         "No server at localhost",
         "does not speak TLS",
     ]
@@ -633,7 +632,7 @@ def test_sites_are_added_and_renewed(tmp_path):
     for text, sentence in [
         ('server = "a"\nsites = "north"\n', "sites must be a list of names"),
         ('sites = ["north"]\n', "needs `server`"),
-        (base % "", "no folder of kits"),
+        (base % "", "is not a folder of kits"),
     ]:
         file.write_text(text)
         with pytest.raises(fs.InvalidInput, match=sentence):
@@ -691,7 +690,7 @@ def test_the_end_of_a_command_is_the_end_of_its_process(tmp_path, end):
     )
     command = (
         "import subprocess, sys; from pathlib import Path; "
-        "from fedsolve.flare.supervisor import keep_running; "
+        "from fedsolve.flare.processes import keep_running; "
         f"start = lambda: subprocess.Popen([sys.executable, '-c', {code!r}]); "
         f"log = Path({str(log)!r}); log.touch(); sys.exit(keep_running(start, log, print))"
     )
@@ -731,7 +730,7 @@ def test_a_sites_own_data(tmp_path):
     npz = "[data]\nloader = 'npz'\npath = '{}'\n".format
     for text, sentence in [
         ("[data]\nshare = [3, 2]\n", "the problem has 4 clients, not 5"),
-        ("[data]\nshare = [0, 0]\n", "share takes some clients"),
+        ("[data]\nshare = [0, 0]\n", "share takes a first client from 0 on"),
         (npz("none.npz"), "Cannot load"),
         (npz("text.npz"), "Cannot load"),
         (npz("uneven.npz"), "need their clients on a leading axis, got a"),
