@@ -721,7 +721,8 @@ def test_a_sites_own_data(tmp_path):
         np.testing.assert_array_equal(own.samples.values["minority"], rows["minority"])
     whole = np.random.default_rng(0).standard_normal((3, 60))
     np.savetxt(tmp_path / "rows.csv", whole, delimiter=",")
-    (tmp_path / "c.toml").write_text('[data]\nloader = "test_flare:by_rows"\npath = "rows.csv"\n')
+    loader = f'loader = "{__name__}:by_rows"'
+    (tmp_path / "c.toml").write_text(f'[data]\n{loader}\npath = "rows.csv"\n')
     own = site_problem(problem, tmp_path / "c.toml")
     np.testing.assert_allclose(own.samples.values["minority"][:, 0], whole[:, :30], rtol=1e-6)
     np.savez(tmp_path / "uneven.npz", a=np.ones((2, 3)), b=np.ones((3, 3)))

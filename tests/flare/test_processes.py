@@ -168,7 +168,7 @@ def test_nothing_is_lost_by_processes_that_are_killed(tmp_path, capsys):
     computing and answering, the server SIGKILLed at random moments: parameters and residuals are
     those of a simulation with the same arrivals."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_flare_processes"])
+    context.set_forkserver_preload([__name__])
     (tmp_path / "server").mkdir()
     sites, deaths, attempts, killed = {}, 0, 0, 0
     server, end = None, time.monotonic() + 400
