@@ -11,8 +11,8 @@ import pytest
 import fedsolve as fs
 from fedsolve.federation.state import State
 from fedsolve.problem.domains import project_capped
+from fedsolve.runtimes.placement import numbers_on_device
 from fedsolve.runtimes.simulation import Simulation
-from fedsolve.solving.solve import numbers_on_device
 from tests.support import examples, oracles
 
 parts = fs.participation

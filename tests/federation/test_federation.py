@@ -9,7 +9,7 @@ from scipy import stats
 
 import fedsolve as fs
 from fedsolve.compression.packets import FEW
-from fedsolve.federation.counters import Bytes
+from fedsolve.federation.counters import Count
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import State
 from fedsolve.runtimes.simulation import Simulation
@@ -44,14 +44,14 @@ def test_whole_vectors_without_compression():
 
 
 def test_byte_counts_are_exact_beyond_32_bits():
-    count = Bytes.zero()
+    count = Count.zero()
     for _ in range(3):
         count = count.plus(jnp.int32(60_000), 44_000_001)
     count = count + count.plus_all(jnp.full(5000, 2**31 + 7, jnp.uint32))
     expected = 2 * 3 * 60_000 * 44_000_001 + 5000 * (2**31 + 7)
     assert int(count.exact()) == expected
-    many = Bytes.zero().plus(jnp.int32(1_000_003), 70_001)
-    many = many + Bytes.zero().plus_all(jnp.full(100_000, 2**16 - 1, jnp.uint32))
+    many = Count.zero().plus(jnp.int32(1_000_003), 70_001)
+    many = many + Count.zero().plus_all(jnp.full(100_000, 2**16 - 1, jnp.uint32))
     assert int(many.exact()) == 1_000_003 * 70_001 + 100_000 * (2**16 - 1)
 
 
@@ -184,9 +184,9 @@ def test_data_are_arguments_of_the_program_not_constants():
 
 
 def test_byte_differences_are_exact_and_limited():
-    now = Bytes.zero().plus(1, 5_000_000_123)
+    now = Count.zero().plus(1, 5_000_000_123)
     parts = np.asarray([divmod(n, 2**16) for n in (5_000_000_120, 4_999_000_000, 7)], np.uint32)
-    seen = Bytes(jnp.asarray(parts[:, 0]), jnp.asarray(parts[:, 1]))
+    seen = Count(jnp.asarray(parts[:, 0]), jnp.asarray(parts[:, 1]))
     np.testing.assert_array_equal(now.minus(seen, at_most=2_000_000), [3, 1_000_123, 2_000_000])
 
 

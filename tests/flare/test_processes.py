@@ -20,7 +20,7 @@ from fedsolve.flare.roster import Link, TooFew
 from fedsolve.flare.server import saved_run, serve
 from fedsolve.flare.site import Share
 from fedsolve.runtimes.compilation import keep_compiled_programs
-from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import decode, encode, take
 from tests.support import examples
 

@@ -16,7 +16,7 @@ from fedsolve.flare.journal import Journal, read
 from fedsolve.flare.roster import Link, TooFew
 from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
-from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.solving.sweep import with_field
 from fedsolve.storage.arrays import decode, encode
 from tests.support import examples
@@ -429,7 +429,7 @@ def test_nothing_is_lost_and_nothing_counted_twice(tmp_path, rounds):
     np.testing.assert_allclose(run.average, expected.average, atol=1e-10)
     residuals = np.concatenate([settled(wires.shares[site], link, site)[0] for site in SITES])
     np.testing.assert_allclose(residuals, expected.state.clients, atol=1e-10)
-    assert int(run.state.up.exact()) == expected.history["bytes_up_total"][-1]
+    assert int(run.state.bytes_up.exact()) == expected.history["bytes_up_total"][-1]
     assert list(run.history["round"]) == list(
         range(10, rounds + 1, 10)
     )  # no entry lost, none twice

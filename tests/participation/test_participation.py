@@ -62,21 +62,21 @@ def test_weights_are_what_their_papers_say():
     sizes = np.asarray([len(c["targets"]) for c in clients], float)
     weights, known, fed = weigh(problem, parts.DataSize())
     np.testing.assert_allclose(weights, sizes / sizes.sum())
-    assert int(fed.up.exact()) == 6 * 4  # one whole number from each client, once
+    assert int(fed.bytes_up.exact()) == 6 * 4  # one whole number from each client, once
     again, _, fed = weigh(problem, parts.DataSize(), known)
     np.testing.assert_allclose(again, weights)
-    assert int(fed.up.exact()) == int(fed.down.exact()) == 0
+    assert int(fed.bytes_up.exact()) == int(fed.bytes_down.exact()) == 0
 
     losses = np.asarray([loss(w, c) for c in clients])
     weights, _, fed = weigh(problem, parts.PowerOfChoice())
     np.testing.assert_allclose(weights, losses / losses.sum())
-    assert int(fed.up.exact()) == 6 * 8
+    assert int(fed.bytes_up.exact()) == 6 * 8
 
     weights, _, fed = weigh(problem, parts.PowerOfChoice(candidates=3))
     asked = weights > 0
     assert asked.sum() == 3
     np.testing.assert_allclose(weights[asked], losses[asked] / losses[asked].sum())
-    assert int(fed.up.exact()) == 6 * 4 + 3 * 8
+    assert int(fed.bytes_up.exact()) == 6 * 4 + 3 * 8
 
     norms = np.asarray([np.linalg.norm(grad(w, c)) for c in clients])
     np.testing.assert_allclose(weigh(problem, parts.GradientNorm())[0], norms / norms.sum())
@@ -85,7 +85,7 @@ def test_weights_are_what_their_papers_say():
     along = np.asarray([abs(grad(w, c) @ direction) for c in clients])
     weights, _, fed = weigh(problem, parts.FOLB(), direction)
     np.testing.assert_allclose(weights, along / along.sum())
-    assert int(fed.down.exact()) == 6 * 4 * 8  # the direction goes down to everyone
+    assert int(fed.bytes_down.exact()) == 6 * 4 * 8  # the direction goes down to everyone
     np.testing.assert_allclose(weigh(problem, parts.FOLB())[0], 1 / 6)  # nothing to compare with
 
 
@@ -98,7 +98,7 @@ def test_trust_comes_from_the_servers_data_and_is_smoothed():
     weighting = parts.BANT(step_size=0.2, momentum=0.75)
     weights, _, fed = weigh(problem, weighting)
     np.testing.assert_allclose(weights, fresh / fresh.sum())
-    assert int(fed.up.exact()) == 6 * 4 * 8
+    assert int(fed.bytes_up.exact()) == 6 * 4 * 8
     before, known = np.full(6, 0.3), np.arange(6) != 2
     up = np.arange(6) != 5
     _, (trust, heard), _ = weigh(problem, weighting, (before, known), jnp.asarray(up))
@@ -115,7 +115,7 @@ def test_a_client_that_is_down_has_no_weight():
     weights, _, fed = weigh(problem, parts.PowerOfChoice(), up=jnp.asarray(up))
     losses = np.asarray([loss(problem.params, c) for c in clients]) * up
     np.testing.assert_allclose(weights, losses / losses.sum())
-    assert int(fed.up.exact()) == 4 * 8
+    assert int(fed.bytes_up.exact()) == 4 * 8
 
 
 def many(selection, weights, draws=4000):

@@ -73,7 +73,7 @@ def test_drawing_that_depends_on_the_past_and_who_is_up(problem):
 )
 def test_rounds_that_ask_others_too_are_streamed_in_blocks(algorithm, free, monkeypatch):
     # 5 of 12 clients at a time: the last block looks back
-    monkeypatch.setattr("fedsolve.runtimes.streaming.Stream._block", 5)
+    monkeypatch.setattr("fedsolve.runtimes.streaming.Streamed._block", 5)
     options = {"rounds": 7, "evaluate_every": 3, "stop": fs.Stationary(below=1e-30)}
     resident = fs.solve(free, algorithm, **options)
     streamed = fs.solve(free, algorithm, runtime="streamed", **options)

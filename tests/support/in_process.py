@@ -6,7 +6,7 @@ import jax
 from fedsolve.flare.roster import Link
 from fedsolve.flare.server import serve
 from fedsolve.flare.site import Share
-from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
 
 SITES = {"site-1": (0, 2), "site-2": (2, 1), "site-3": (3, 2), "site-4": (5, 1)}

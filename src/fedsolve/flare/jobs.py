@@ -28,7 +28,7 @@ from fedsolve.flare.server import FOLDER, serve
 from fedsolve.flare.site import Share
 from fedsolve.flare.site_config import allowed, check_data, owners_file, site_problem
 from fedsolve.runtimes.compilation import keep_compiled_programs
-from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
 from fedsolve.storage.atomic import locked, write_atomically
 

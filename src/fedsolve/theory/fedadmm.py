@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.options import Setting
+from fedsolve.federation.options import RoundOptions
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.evaluation import client_values, combined
 
@@ -93,8 +93,8 @@ def communication_rounds(averagings: int, count: str = "paper") -> int:
 
 @eqx.filter_jit
 def _look(problem: Problem, at_once: int | None) -> dict[str, Any]:
-    w, setting = problem.start(), Setting(clients_at_once=at_once)
-    return combined(problem, w, client_values(problem, w, setting=setting, gradient=True))
+    w, setting = problem.start(), RoundOptions(clients_at_once=at_once)
+    return combined(problem, w, client_values(problem, w, options=setting, gradient=True))
 
 
 def _samples(problem: Problem) -> int:
