@@ -10,8 +10,9 @@ import pytest
 
 import examples
 import fedsolve as fs
+from fedsolve import models
 from fedsolve.algorithms.moon import similarity
-from fedsolve.models import networks as models
+from fedsolve.models import layers
 
 images = importlib.import_module("fedsolve.problems.images")  # not the function
 
@@ -70,9 +71,9 @@ def test_convolutions_and_groups_are_what_equinox_computes(monkeypatch):
     x = jax.random.normal(keys[1], (2, 8, 8, 4))
     one_by_one = jax.vmap(convolution)(jnp.moveaxis(x, -1, 1))
     for most in (0, 10**6):  # by the library, and unfolded
-        monkeypatch.setattr(models, "UNFOLDED", most)
+        monkeypatch.setattr(layers, "UNFOLDED", most)
         np.testing.assert_allclose(
-            models.convolve(convolution, x), jnp.moveaxis(one_by_one, 1, -1), atol=1e-5
+            layers.convolve(convolution, x), jnp.moveaxis(one_by_one, 1, -1), atol=1e-5
         )
     ours = models.GroupNorm(4, groups=2)
     ours = eqx.tree_at(lambda n: (n.weight, n.bias), ours, (x[0, 0, 0], x[0, 0, 1]))

@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key, PyTree, Shaped, UInt8
 
+from fedsolve import models
 from fedsolve.data import partitions
 from fedsolve.data.datasets import Arrays, load
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.games import Game, LinearCost, RandomDiscovery, class_distributions
-from fedsolve.models import networks as models
-from fedsolve.models.networks import Network
+from fedsolve.models import Network
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples, stack_clients
