@@ -186,7 +186,7 @@ def test_minibatches_are_augmented_and_evaluations_are_not(tiny):
     placed = tiny.on_device()
     one = jax.tree.map(lambda leaf: leaf[0], placed.samples)
     client = placed.client(one, placed.start(), jnp.int32(0), jnp.int32(0), jax.random.key(3))
-    seen, drawn = client._look(None), one.draw(jax.random.key(3), 16)
+    seen, drawn = client._draw_samples(None), one.draw(jax.random.key(3), 16)
     np.testing.assert_array_equal(seen.values["y"], drawn.values["y"])
     assert (seen.values["x"] != drawn.values["x"]).any()
     found = placed.values(placed.start(), one, None)["objective"]
