@@ -241,12 +241,12 @@ def test_subsets_of_several_sets_keep_their_proportions():
     )
     samples = Samples({"a": data["a"], "b": data["b"]}, data["mask"])
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), samples)
-    some = one.subset(jax.random.key(0), 8).taken()
+    some = one.subset(jax.random.key(0), 8).gathered()
     assert int(some.mask["a"].sum()) == 6
     assert int(some.mask["b"].sum()) == 2
-    least = one.subset(jax.random.key(0), 1).taken()
+    least = one.subset(jax.random.key(0), 1).gathered()
     assert int(least.mask["b"].sum()) == 1
-    again = one.subset(jax.random.key(0), 8).subset(jax.random.key(1), 4).taken()
+    again = one.subset(jax.random.key(0), 8).subset(jax.random.key(1), 4).gathered()
     assert set(np.asarray(again.values["a"])) <= set(np.asarray(some.values["a"]))
 
 
