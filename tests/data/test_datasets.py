@@ -15,11 +15,8 @@ import pytest
 
 import fedsolve as fs
 from fedsolve.data import datasets
-<<<<<<< HEAD:tests/data/test_datasets.py
-from tests.support.examples import DATA, needs_data
-=======
 from fedsolve.data.download import fingerprint
->>>>>>> h/problems:tests/test_datasets.py
+from tests.support.examples import DATA, needs_data
 
 
 class Quiet(SimpleHTTPRequestHandler):

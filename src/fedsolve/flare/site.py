@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
@@ -45,7 +45,7 @@ from fedsolve.storage.arrays import (
     size_of,
     take,
 )
-from fedsolve.types import Cohort, Message, Reply, Round, Vector
+from fedsolve.types import Cohort, Message, Reply, Vector
 
 MOST_CLIENTS = 10_000_000
 FEW = 8  # clients of a site that share a program, however many are asked
@@ -306,9 +306,9 @@ def _work(
     number: int,
     method: str,
     w: Vector,
-    round: Round,
+    round: Int[Array, ""],
     seed: SeedWords,
-    size: Round,
+    size: Int[Array, ""],
     clients: Cohort,
     local: Cohort,
     rows: PyTree,
@@ -322,7 +322,7 @@ def _work(
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
     exchange = Exchange(problem, key, w, round, number, getattr(algorithm, method), message)
 
-    def answer(client: Round, local: Round, row: PyTree) -> tuple[PyTree, PyTree]:
+    def answer(client: Int[Array, ""], local: Int[Array, ""], row: PyTree) -> tuple[PyTree, PyTree]:
         samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
         return jax.tree.map(jnp.asarray, exchange.answer(client, samples, row))
 
