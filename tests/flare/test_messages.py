@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 
 import fedsolve as fs
 from fedsolve.flare.protocol import protocol
-from fedsolve.flare.site import Share
+from fedsolve.flare.site import SiteClients
 from fedsolve.storage.arrays import Refused, decode, encode, in_order, nothing_left, size_of, take
 from tests.support import examples
 
@@ -177,7 +177,7 @@ def test_no_bytes_at_all_do_harm(noise, place, value):
 @pytest.fixture(scope="module")
 def share(tmp_path_factory):
     home = tmp_path_factory.mktemp("share")
-    share = Share(home, examples.least_squares(), ALGORITHM, 0)
+    share = SiteClients(home, examples.least_squares(), ALGORITHM, 0)
     assert status(share, {"kind": "hello", "total": 6}) == ("ok", "")
     return share
 
