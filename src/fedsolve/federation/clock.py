@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, read_table, scalar
+from fedsolve.types import Number
 
 TRAITS = ("speed", "up", "down", "latency")
 OWN = 2**31 - 3  # keys that no round has: a client's traits are the same all run
@@ -41,7 +42,7 @@ class Seconds(eqx.Module):
     def zero(cls) -> Seconds:
         return cls(jnp.zeros(()), jnp.zeros(()))
 
-    def plus(self, more: Float[Array, ""]) -> Seconds:
+    def plus(self, more: Number) -> Seconds:
         rough = self.total + more
         back = rough - self.total
         rest = self.rest + ((self.total - (rough - back)) + (more - back))

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from fedsolve.federation.options import Setting
+from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.sharding import shared
 from fedsolve.types import Cohort
 
@@ -22,7 +22,7 @@ BLOCK = 2**22  # and of more than that only so much at a time (benchmarks/fedadm
 
 
 def map_clients(
-    together: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool = False
+    together: Callable, cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool = False
 ) -> PyTree:
     """`together(indices, *their data)`, mostly a `vmap`, of a cohort: of all in one piece, or of so
     many at a time, and on each device of its part; what it finds is joined on the leading axis.
@@ -34,12 +34,12 @@ def map_clients(
     """
     clients = jax.tree.leaves(data)[0].shape[0]
     rows = rows or (isinstance(cohort, np.ndarray) and len(cohort) == clients)
-    if setting.mesh is not None:
-        at_once = setting.clients_at_once or _block(data, len(cohort))
-        if not rows and at_once is not None and clients % setting.mesh.size == 0:
-            return _where_they_are(together, jnp.asarray(cohort), data, at_once, setting.mesh)
-        return _on_each_device(together, cohort, data, setting, rows)
-    at_once = setting.clients_at_once
+    if options.mesh is not None:
+        at_once = options.clients_at_once or _block(data, len(cohort))
+        if not rows and at_once is not None and clients % options.mesh.size == 0:
+            return _where_they_are(together, jnp.asarray(cohort), data, at_once, options.mesh)
+        return _on_each_device(together, cohort, data, options, rows)
+    at_once = options.clients_at_once
     if at_once is None:
         at_once = _block(data, len(cohort))
     who = jnp.asarray(cohort)
@@ -63,11 +63,11 @@ def map_clients(
 
 
 def _on_each_device(
-    together: Callable, cohort: Cohort, data: PyTree, setting: Setting, rows: bool
+    together: Callable, cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool
 ) -> PyTree:
     """An equal part of the cohort on each device. The last client fills up the last part, under a
     number that no client has."""
-    mesh, count = setting.mesh, len(cohort)
+    mesh, count = options.mesh, len(cohort)
     assert mesh is not None
     places = np.minimum(np.arange(count + -count % mesh.size), count - 1)
     who = jnp.asarray(cohort)[places]
@@ -75,7 +75,7 @@ def _on_each_device(
     who = jnp.where(np.arange(len(places)) < count, who, np.iinfo(np.int32).max)
     if not rows or len(places) > count:
         data = jax.tree.map(lambda leaf: leaf[found], data)
-    alone = dataclasses.replace(setting, mesh=None)
+    alone = dataclasses.replace(options, mesh=None)
 
     def part(who: Any, data: PyTree) -> PyTree:
         return map_clients(together, who, data, alone, rows=True)

@@ -8,7 +8,7 @@ decided by one of them, and the others follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,10 @@ AXIS = "clients"
 SHARED, COPIED = PartitionSpec(AXIS), PartitionSpec()
 
 
-def mesh_of(devices: Any) -> Mesh | None:
+Devices = int | str | Sequence[jax.Device] | None  # a number, "all", or JAX devices
+
+
+def mesh_of(devices: object) -> Mesh | None:
     """The devices that a user asked for: how many, "all", or which."""
     if devices is None:
         return None

@@ -15,11 +15,10 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
 from fedsolve.fields import check_positive
 from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.history import History
 
 if TYPE_CHECKING:
     from fedsolve.theory import Certificate
-
-History = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
