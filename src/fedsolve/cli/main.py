@@ -149,12 +149,12 @@ def _run(
     from fedsolve.experiments.run_folder import alone, new_folder
     from fedsolve.experiments.tracking import made
     from fedsolve.solving import checkpoint as checkpoints
-    from fedsolve.solving.solve import check_run
+    from fedsolve.solving.options import Options
 
     # Instances may be large: then only the first is made to look at it.
     for variant in list(experiment.cells)[: None if experiment.instances is None else 1]:
         clock = experiment.clocks[variant]
-        check_run(*experiment.cells[variant], clock=clock, **experiment.options)
+        Options(clock=clock, **experiment.options).check(*experiment.cells[variant])
     if isinstance(checkpoint_every, str) and re.fullmatch(r"-?\d+", checkpoint_every):
         checkpoint_every = int(checkpoint_every)
     checkpoints.how_often("--checkpoint-every", checkpoint_every)
@@ -182,7 +182,7 @@ def _run_in(
     from fedsolve.experiments.tracking import Tracking
     from fedsolve.runtimes.compilation import keep_compiled_programs
     from fedsolve.solving import checkpoint as checkpoints
-    from fedsolve.solving.solve import identity_of
+    from fedsolve.solving.options import Options
 
     # All that may be refused is looked at before the first file is written.
     saved: dict[int, checkpoints.Checkpoint] = {}
@@ -194,9 +194,8 @@ def _run_in(
             if done > wanted:
                 raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
             clock = experiment.clocks[variant]
-            saved[number].check(
-                identity_of(*experiment.cell(variant, each), each, clock=clock, **own)
-            )
+            options = Options(wanted, each, clock=clock, **own)
+            saved[number].check(options.identity(*experiment.cell(variant, each)))
     try:
         begin(folder, experiment.resolved)
         tracking = Tracking(folder, track, experiment, tell)
