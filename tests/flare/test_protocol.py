@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import os
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
-from fedsolve.flare.journal import Journal, read
+from fedsolve.flare.journal import read
 from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.server import serve
 from fedsolve.flare.site import SiteClients
@@ -328,31 +326,6 @@ def test_more_publications_than_a_head_has_room_for(tmp_path):
     again, found = decode(encode(head | {"names": head["names"] * 40}, arrays), None)
     assert len(json.dumps(again)) > 2**20
     assert len(found) == len(jax.tree.leaves(arrays))
-
-
-def test_a_power_cut_takes_no_names(tmp_path, monkeypatch):
-    """Whatever file a journal has was in its folder when that was last forced to the disk."""
-    kept, fsync = {}, os.fsync
-
-    def forced(handle):
-        fsync(handle)
-        place = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        if place.is_dir():
-            kept[place] = {path.name for path in place.iterdir()}
-
-    monkeypatch.setattr(os, "fsync", forced)
-    home = tmp_path / "runs/trial/0"
-    journal = Journal(home)
-    assert journal.load() == (None, [])
-    for step in range(3):
-        journal.append([b"ans", b"wer"])
-        assert {path.name for path in home.iterdir()} <= kept[home]
-        journal.restart([b"base ", b"%d" % step])
-    assert kept[tmp_path] == {"runs"}
-    assert kept[tmp_path / "runs"] == {"trial"}
-    journal.append([b"last"])
-    again = Journal(home)
-    assert again.load() == (b"base 2", [b"last"])
 
 
 class Crash(Exception):
