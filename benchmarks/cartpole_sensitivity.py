@@ -20,9 +20,9 @@ import pandas as pd
 
 import fedsolve as fs
 from fedsolve.federation.state import State
-from fedsolve.runtimes.simulation import SLOTS, advance
-from fedsolve.solving.chunks import padded, spans_of
-from fedsolve.solving.solve import numbers_on_device
+from fedsolve.runtimes.chunks import SLOTS, padded, spans_of
+from fedsolve.runtimes.placement import numbers_on_device
+from fedsolve.runtimes.simulation import advance
 
 AXES = (eqx.if_array(0), eqx.if_array(0), 0)
 BASE = {"step_size": 1.0, "tolerance": 10.0, "beta": 0.05}

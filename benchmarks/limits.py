@@ -34,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsolve as fs
-from fedsolve.federation.options import Setting
+from fedsolve.federation.options import RoundOptions
+from fedsolve.runtimes.chunks import padded
+from fedsolve.runtimes.placement import numbers_on_device
 from fedsolve.runtimes.simulation import Simulation, compiled_advance, compiled_start
-from fedsolve.solving.chunks import padded
-from fedsolve.solving.solve import numbers_on_device
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "docs" / "results" / "limits.json", ROOT / "docs" / "limits.md"
@@ -282,7 +282,7 @@ def counted_by_xla(problem: fs.Problem, algorithm: Any, state: Any) -> float:
     """The operations of a round with one local step, all clients in one piece."""
     if hasattr(algorithm, "local_steps"):
         algorithm = dataclasses.replace(algorithm, local_steps=1)
-    setting = Setting(clients_at_once=problem.n)
+    setting = RoundOptions(clients_at_once=problem.n)
 
     @eqx.filter_jit
     def one(problem: fs.Problem, algorithm: Any, state: Any) -> Any:
@@ -295,7 +295,7 @@ def counted_by_xla(problem: fs.Problem, algorithm: Any, state: Any) -> float:
 def measured(name: str, work: Work) -> dict[str, float]:
     problem = (work.constrained if ROUNDS[name].constrained else work.free).on_device()
     algorithm = numbers_on_device(ROUNDS[name].algorithm(work), None)
-    words, setting = jax.random.key_data(jax.random.key(0)), Setting()
+    words, setting = jax.random.key_data(jax.random.key(0)), RoundOptions()
     state = jax.block_until_ready(compiled_start(problem, algorithm, words, setting))
 
     def spans(rounds: int) -> Any:

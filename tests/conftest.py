@@ -1,20 +1,12 @@
 import gc
-import os
-import sys
 from pathlib import Path
 
-import matplotlib
 import pytest
 
-matplotlib.use("Agg")
-# Workers, and the processes that tests start, need not compile what another one has compiled.
-programs = Path(__file__).parent.parent / ".pytest_cache" / "programs"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
-# Most of the tests' time is compiling, and LLVM's part of it serves programs that run for longer.
-# As users compile: JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-sys.path.insert(0, str(Path(__file__).parent))  # oracles and examples are modules of their own
+pytest.register_assert_rewrite("tests.support")
+
+import tests.support.environment  # noqa: E402, F401  (before JAX starts)
+from tests.support.commands import fedsolve  # noqa: E402, F401  (a fixture)
 
 
 def pytest_runtest_teardown(nextitem):

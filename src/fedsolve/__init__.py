@@ -34,7 +34,7 @@ from fedsolve.participation import Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
-from fedsolve.problem.samples import stack_clients
+from fedsolve.problem.stacking import stack_clients
 from fedsolve.solving.result import Run, Sweep
 from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize

@@ -1,33 +1,51 @@
-"""What a user is told when something is wrong: one sentence, never a traceback from JAX."""
+"""Exceptions that Fedsolve raises. Their messages name the cause and a remedy in one sentence."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from fedsolve.solving.result import Run
 
 
 class InvalidInput(ValueError):
-    """Something the user gave cannot be used; the message says what, where, and what would be."""
+    """An argument, a file or a configuration value cannot be used.
+
+    The message names the value, the reason and what would be accepted.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> issubclass(fs.InvalidInput, ValueError)
+        True
+    """
 
 
 class ClientError(RuntimeError):
-    """A client's method failed; raised by the debug runtime, which knows client and round."""
+    """A client method failed. The debug runtime raises it; the message names client and round."""
 
 
 class Stopped(Exception):
-    """A run that ended early. `run` holds everything up to the last good round."""
+    """A run ended early.
 
-    def __init__(self, message: str, run: Any):
+    Args:
+        message: Why the run ended, in one sentence.
+        run: The results up to the last valid round, also available as the attribute `run`.
+    """
+
+    run: Run
+
+    def __init__(self, message: str, run: object):
         super().__init__(message)
-        self.run = run
+        self.run = cast("Run", run)
 
 
 class Diverged(Stopped):
-    """A non-finite value appeared; the message names round, client and quantity."""
+    """A value became NaN or infinite; the message names round, client and quantity."""
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the run was lost."""
+    """Another process of a run on several processes was lost."""
 
 
 class Interrupted(Stopped):
-    """The user stopped the run (Ctrl-C)."""
+    """The user interrupted the run (Ctrl-C)."""

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedsolve.experiments.tracking import Tracked
-from fedsolve.solving.result import History, Run
+from fedsolve.runtimes.history import History
+from fedsolve.solving.result import Run
 
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.tracking import Tracked, Tracker
-from fedsolve.solving.result import History
+from fedsolve.runtimes.history import History
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

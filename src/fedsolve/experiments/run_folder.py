@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.solving.result import Run, tidy
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.types import Table
+
+if TYPE_CHECKING:  # a slow import
+    from pandas import DataFrame
 
 Runs = Mapping[str, list[Run]]  # by variant
 
@@ -135,7 +138,7 @@ class Contents:
 
     config: Table
     facts: Table  # run.json
-    table: Any  # the tidy history, a pandas table; `variant` is "" where there are none
+    table: DataFrame  # the tidy history; `variant` is "" where there are none
     wide: dict[str, np.ndarray]  # by `variant/seed-0/name`: history columns of arrays
 
 

@@ -8,15 +8,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from fedsolve.errors import Diverged, Interrupted, InvalidInput
 from fedsolve.experiments.config import Experiment, Settings, load
 from fedsolve.experiments.run_folder import alone, begin, checkpoint_of, new_folder, save
 from fedsolve.experiments.tracking import Tracked, Tracking, made
+from fedsolve.runtimes.history import History, no_history
 from fedsolve.solving import checkpoint as checkpoints
-from fedsolve.solving.result import History, Run
-from fedsolve.solving.solve import check_run, identity_of, solve
+from fedsolve.solving.options import Options
+from fedsolve.solving.result import Run
+from fedsolve.solving.solve import solve
 from fedsolve.storage.atomic import check_writable
 
 Progress = Callable[[Tracked, int, int, History], None]
@@ -133,8 +133,8 @@ def execute(
     """Run an experiment in a new folder, or continue it in the folder of an earlier run."""
     # Instances may be large: then only the first variant's is built to check it.
     for variant in list(experiment.cells)[: None if experiment.instances is None else 1]:
-        clock = experiment.clocks[variant]
-        check_run(*experiment.cells[variant], clock=clock, **experiment.options)
+        options = Options(clock=experiment.clocks[variant], **experiment.options)
+        options.check(*experiment.cells[variant])
     checkpoints.how_often("checkpoint_every", checkpoint_every)
     for text in track:
         made(text)
@@ -181,7 +181,7 @@ def _solve_all(
     runs: dict[str, list[Run]] = {variant: [] for variant in experiment.cells}
     for number, (variant, seed) in enumerate(experiment.runs):
         shown = functools.partial(progress or _silent, tracking.runs[number])
-        shown(0, experiment.options["rounds"], {"round": np.zeros(0, np.int64)})
+        shown(0, experiment.options["rounds"], no_history())
         status, message = "finished", ""
         try:
             done = solve(
@@ -220,7 +220,6 @@ def _saved(folder: Path, experiment: Experiment) -> dict[int, checkpoints.Checkp
         done, wanted = saved[number].round, experiment.options["rounds"]
         if done > wanted:
             raise InvalidInput(f"{folder} has done {done} rounds, more than {wanted}.")
-        clock = experiment.clocks[variant]
-        identity = identity_of(*experiment.cell(variant, seed), seed, clock=clock, **own)
-        saved[number].check(identity)
+        options = Options(wanted, seed, clock=experiment.clocks[variant], **own)
+        saved[number].check(options.identity(*experiment.cell(variant, seed)))
     return saved

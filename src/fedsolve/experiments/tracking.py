@@ -20,7 +20,8 @@ import numpy as np
 from fedsolve import types
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, settings_of
-from fedsolve.solving.result import History, frame
+from fedsolve.runtimes.history import History
+from fedsolve.solving.result import Columns, frame
 from fedsolve.storage.atomic import write_atomically
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between two attempts
@@ -158,7 +159,7 @@ class _Followed:
     """What a follower knows of a run."""
 
     run: Tracked
-    chunks: list[History] = dataclasses.field(default_factory=list)
+    chunks: list[Columns] = dataclasses.field(default_factory=list)
     status: str = ""  # set when the run has ended
     there: int = 0  # the last round that the tracker has; valid once `opened`
     opened: bool = False
@@ -223,7 +224,7 @@ class Follower:
         """
         followed = _Followed(run)
 
-        def progress(done: int, rounds: int, newest: History) -> None:
+        def progress(done: int, rounds: int, newest: Columns) -> None:
             with self._news:
                 if followed not in self._runs:
                     self._runs.append(followed)
@@ -232,7 +233,7 @@ class Follower:
 
         return progress
 
-    def end(self, run: Tracked, status: str, history: History) -> None:
+    def end(self, run: Tracked, status: str, history: Columns) -> None:
         """End a run.
 
         Args:
@@ -420,10 +421,11 @@ def _read(folder: Path) -> types.Table:
         raise InvalidInput(f"{folder / 'tracking.json'} cannot be read: {error}.") from None
 
 
-def _after(entries: History, last: int) -> History:
+def _after(entries: Columns, last: int) -> History:
     """Return the entries of later rounds; empty if there are none."""
     later = entries["round"] > last if "round" in entries else np.zeros(0, bool)
-    return {name: values[later] for name, values in entries.items()} if later.any() else {}
+    kept = {name: values[later] for name, values in entries.items()} if later.any() else {}
+    return History(kept)
 
 
 def _reason(error: BaseException) -> str:

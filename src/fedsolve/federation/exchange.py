@@ -1,55 +1,75 @@
-"""One exchange: what is asked of which clients, and how a client computes its answer."""
+"""One exchange of a round: what is asked, and how a client computes its answer.
+
+`Federation.ask` makes an `Exchange`, and every runtime calls its `answer`: the simulation inside a
+`vmap`, the debug runtime client by client, the streamed runtime block by block, a FLARE site for
+the clients that it has.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Cohort, Flags
-
-if TYPE_CHECKING:
-    from fedsolve.federation.federation import Federation
-
+from fedsolve.types import Message, PRNGKey, Reply, Vector
 
 SUBSETS = 2**31 - 1  # a key that no exchange has
 
 
 class Restricted(eqx.Module):
-    """A message, and how many samples each client may look at for its answer."""
+    """A message, and the number of samples from which each client may compute its answer."""
 
     contributions: Float[Array, " n"]
-    message: PyTree
+    message: Message
 
 
-class Question:
-    """One exchange: what is asked of whom, and how a client finds its answer."""
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A question to clients, as a value.
 
-    def __init__(self, fed: Federation, method: Callable, cohort: Cohort, message: Any, when: Any):
-        self.method, self.cohort, self.message, self.when = method, cohort, message, when
-        self.exchange = len(fed.exchanges)
-        self._fed, self._key = fed, jax.random.fold_in(fed._key, self.exchange + 1)
-        size = len(cohort)
-        # Known before the program runs if it is simply everyone: then nothing needs masking.
-        self.asked: Flags = (
-            np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
-        )
+    Randomness is a function of (seed, round, exchange, client): `key` is the round's own key,
+    `number` counts the exchanges of a round, and `answer` folds both with the client's index.
+    """
 
-    def answer(self, index: Any, samples: Samples, both: PyTree) -> tuple[PyTree, PyTree]:
-        """On a client: its next state and memory, and its reply."""
-        fed, own = self._fed, jax.random.fold_in(self._key, index)
-        state, memory = both
-        client = fed._problem.client(samples, fed.w, fed.round, index, own, memory)
-        message = self.message
+    problem: Problem
+    key: PRNGKey
+    w: Vector  # the parameters that clients hold when they are asked
+    round: Int[Array, ""]
+    number: int
+    method: Callable[..., tuple[PyTree, Reply]]
+    message: Message
+
+    @property
+    def name(self) -> str:
+        """The name of the method that clients run."""
+        return self.method.__name__
+
+    def answer(
+        self, index: Int[Array, ""], samples: Samples, state: PyTree
+    ) -> tuple[PyTree, Reply]:
+        """Compute one client's answer.
+
+        Args:
+            index: The client's index among all clients.
+            samples: Its samples.
+            state: Its state for the algorithm, and its memory for the problem.
+
+        Returns:
+            Its next state and memory, and its reply.
+        """
+        kept, memory = state
+        message, key = self.message, jax.random.fold_in(self.key, self.number + 1)
+        own = jax.random.fold_in(key, index)
+        client = self.problem.client(samples, self.w, self.round, index, own, memory)
         if isinstance(message, Restricted):
-            draw = jax.random.fold_in(jax.random.fold_in(fed._key, SUBSETS), index)
-            client = client.restricted(jnp.ceil(message.contributions[index]), draw)
+            to_draw = jax.random.fold_in(jax.random.fold_in(self.key, SUBSETS), index)
+            client = client.restricted(jnp.ceil(message.contributions[index]), to_draw)
             message = message.message
-        state, reply = self.method(client, state, *(() if message is None else (message,)))
-        return (state, client.memory), reply
+        kept, reply = self.method(client, kept, *(() if message is None else (message,)))
+        return (kept, client.memory), reply

@@ -1,22 +1,23 @@
-"""What surrounds a run and is neither the problem's nor the algorithm's."""
+"""How rounds are run, beside the problem and the algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import equinox as eqx
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from fedsolve.federation.clock import Clock
-from fedsolve.solving.stopping import Stop
+from fedsolve.types import Cohort, Flag, Flags, Round
 
-Arrivals = Callable[[Any, int, Any], Any]  # round, exchange, clients -> which answers arrive
+Arrivals = Callable[[Round, int, Cohort], Flags]  # round, exchange, clients -> which answers arrive
 Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)
+Stop = Callable[[Mapping[str, PyTree]], Flag]  # a rule on the newest entry of the history
 
 
-class Setting(eqx.Module):
-    """What `solve` was told about how to run: see there. Numbers in it are leaves."""
+class RoundOptions(eqx.Module):
+    """The options of `solve` that are part of the compiled program. Numbers in them are leaves."""
 
     arrivals: Arrivals | None = None
     clients_at_once: int | None = None
@@ -24,3 +25,8 @@ class Setting(eqx.Module):
     follow: Follow = ()
     clock: Clock | None = None
     mesh: Mesh | None = eqx.field(static=True, default=None)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the stopping rule looks at ‖∇f(w)‖²."""
+        return bool(getattr(self.stop, "gradient", False))

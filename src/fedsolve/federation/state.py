@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from fedsolve.federation.clock import Seconds
-from fedsolve.federation.counters import Bytes
+from fedsolve.federation.counters import Count
 from fedsolve.problem.problem import Problem
+from fedsolve.types import ClientState, Info, PRNGKey, Round, ServerState, Vector
+
+SeedWords = UInt32[Array, " words"]  # a key as integers, which can be saved
+
+
+@runtime_checkable
+class AlgorithmLike(Protocol):
+    """What a federation needs of an algorithm; see `fedsolve.Algorithm`."""
+
+    def init(self, w: Vector) -> ServerState: ...
+
+    def init_client(self, w: Vector) -> ClientState: ...
+
+    def init_participation(self, w: Vector, clients: int) -> PyTree: ...
+
+    def round(self, fed, server: ServerState, key: PRNGKey) -> tuple[ServerState, Info]: ...
+
+    def compression_error(
+        self, server: ServerState, w: Vector
+    ) -> Float[Array, ""] | np.ndarray | None: ...
 
 
 class State(eqx.Module):
-    """Everything that a run is, between two rounds. Arrays only: it can be saved and restored."""
+    """Everything that a run is between two rounds. All leaves are arrays, so it can be saved."""
 
     round: Int[Array, ""]
-    seed: UInt32[Array, " words"]  # the key's words
-    w: Float[Array, " d"]  # what every client holds, or will when it is next asked
-    server: PyTree
-    clients: PyTree  # each client's state, on a leading axis
-    memory: PyTree  # and what it remembers for the problem
-    participation: PyTree  # what the server remembers of who takes part
-    published: Bytes  # all publications so far
-    seen: Bytes | None  # those that each client has, on a leading axis
-    up: Bytes  # all that was sent so far, in both directions
-    down: Bytes
-    messages: Bytes  # how many that were
-    updates: Bytes  # answers with more than numbers in them
+    seed: SeedWords
+    w: Vector  # what every client holds, or will hold when it is next asked
+    server: ServerState
+    clients: ClientState  # each client's state for the algorithm, on a leading axis
+    memory: PyTree  # each client's memory for the problem, on a leading axis
+    participation: PyTree  # what the server remembers about participation
+    published: Count  # bytes of all publications so far
+    seen: Count | None  # bytes of those that each client has, on a leading axis
+    bytes_up: Count  # from clients to the server, so far
+    bytes_down: Count
+    messages_up: Count  # answers
+    messages_down: Count  # questions
+    vectors_up: Count  # answers that contain more than single numbers
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
     seconds: Seconds | None  # of simulated time so far, where there is a clock
 
@@ -37,13 +59,20 @@ class State(eqx.Module):
     def start(
         cls,
         problem: Problem,
-        algorithm: Any,
-        key: Key[Array, ""],
+        algorithm: AlgorithmLike,
+        key: PRNGKey,
         clients: int | None = None,
         timed: bool = False,
     ) -> State:
-        """Before the first round; `clients` where there are not as many as the problem has;
-        `timed` where there is a clock."""
+        """Return the state before the first round.
+
+        Args:
+            problem: The problem.
+            algorithm: The algorithm.
+            key: The run's key.
+            clients: The number of clients, where it is not the problem's.
+            timed: Whether there is a clock.
+        """
         w, n = problem.start(), problem.n if clients is None else clients
         states, memory = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
@@ -57,22 +86,23 @@ class State(eqx.Module):
             clients=states,
             memory=memory,
             participation=algorithm.init_participation(w, n),
-            published=Bytes.zero(),
-            seen=Bytes(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
-            up=Bytes.zero(),
-            down=Bytes.zero(),
-            messages=Bytes.zero(),
-            updates=Bytes.zero(),
+            published=Count.zero(),
+            seen=Count(jnp.zeros(n, jnp.uint32), jnp.zeros(n, jnp.uint32)),
+            bytes_up=Count.zero(),
+            bytes_down=Count.zero(),
+            messages_up=Count.zero(),
+            messages_down=Count.zero(),
+            vectors_up=Count.zero(),
             fault=jnp.full(3, -1, jnp.int32),
             seconds=Seconds.zero() if timed else None,
         )
 
     @property
-    def evaluation_key(self) -> Key[Array, ""]:
-        """For an evaluation after this many rounds."""
+    def evaluation_key(self) -> PRNGKey:
+        """The key of an evaluation after this many rounds."""
         return evaluation_key(self.seed, self.round)
 
 
-def evaluation_key(seed: UInt32[Array, " words"], round: Any) -> Key[Array, ""]:
-    """A key that no exchange has."""
+def evaluation_key(seed: SeedWords, round: Round) -> PRNGKey:
+    """Return the key of an evaluation, which no exchange has."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), round), 2**31)

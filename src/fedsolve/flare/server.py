@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
-from fedsolve.federation.exchange import Question
+from fedsolve.errors import Diverged, Interrupted, InvalidInput
+from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
-from fedsolve.federation.state import State
+from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.roster import Link, TooFew
 from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.base import Advanced, Fault, Runtime
+from fedsolve.runtimes.chunks import Spans
 from fedsolve.runtimes.compilation import prepared
-from fedsolve.runtimes.evaluation import client_values, combined
-from fedsolve.solving.chunks import Spans, joined, on_host, spans_of
-from fedsolve.solving.result import History, Run
-from fedsolve.solving.solve import numbers_on_device, precision_of
-from fedsolve.storage.arrays import decode, in_order, parts, take
-from fedsolve.types import Flags
+from fedsolve.runtimes.evaluation import Shares, Values, client_values, combined
+from fedsolve.runtimes.history import History, entry_history, joined, no_history
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
+from fedsolve.solving.loop import Loop
+from fedsolve.solving.result import Run
+from fedsolve.storage.arrays import Refused, decode, in_order, parts, take
+from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, Reply, Table, Vector
 
 FOLDER = "server"  # in a run's home: the server's journal
 
 
 class Deployment(Federation):
-    """A federation over a link, inside the server's compiled round: an exchange is a call out of
-    the program, in the order in which the algorithm makes them."""
+    """A federation of sites, inside the server's compiled round.
+
+    An exchange is a call out of the program, in the order in which the algorithm makes them.
+    """
 
     def __init__(self, problem: Problem, state: State, link: Link):
         super().__init__(problem, state)
@@ -45,51 +52,42 @@ class Deployment(Federation):
     def clients(self) -> int:
         return self._link.clients
 
-    def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
-        number = question.exchange
-        template = self._link.protocol.exchanges[number].reply
-        size = len(question.cohort)
+    def _deliver(self, exchange: Exchange, cohort: Cohort, asked: Flags) -> tuple[Reply, Flags]:
+        template = self._link.protocol.exchanges[exchange.number].reply
+        size = len(cohort)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), template)
 
-        def ask(round: Any, cohort: Any, asked: Any, message: PyTree, w: Any) -> Any:
-            cohort, asked = np.asarray(cohort), np.asarray(asked)
-            values = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
-            arrived = np.zeros(size, bool)
+        def ask(
+            round: np.ndarray, cohort: np.ndarray, asked: np.ndarray, message: PyTree, w: np.ndarray
+        ) -> tuple[Reply, np.ndarray]:
             found = []
             if asked.any():
-                found = self._link.ask(int(round), number, cohort[asked], message, w)
-            for clients, replies in found:
-                order = np.argsort(clients)
-                place = np.searchsorted(clients, cohort, sorter=order)
-                row = order[np.minimum(place, len(clients) - 1)]
-                here = np.flatnonzero((np.asarray(clients)[row] == cohort) & asked)
-                arrived[here] = True
-                for all, own in zip(*map(jax.tree.leaves, (values, replies)), strict=True):
-                    all[in_order(here)] = own[in_order(row[here])]
-            for all in jax.tree.leaves(values):
-                all[~arrived] = 0
-            return values, arrived
+                found = self._link.ask(int(round), exchange.number, cohort[asked], message, w)
+            return _in_cohort_order(found, cohort, asked, shapes)
 
         here = jax.ShapeDtypeStruct((size,), bool)
-        arguments = (self.round, question.cohort, question.asked, question.message, self.w)
+        arguments = (self.round, cohort, asked, exchange.message, self.w)
         return self._call(ask, (shapes, here), *arguments)
 
-    def publish(self, packet: Packet, when: Any = True) -> None:
+    def publish(self, packet: Packet, when: Flag = True) -> None:
         super().publish(packet, when)
         kind, whole = self._publications, self.w.size * self.w.dtype.itemsize
         self._publications += 1
 
-        def tell(when: Any, packet: Packet) -> None:
+        def tell(when: np.ndarray, packet: Packet) -> None:
             if when:
                 self._link.publish(kind, packet, whole)
 
         self._call(tell, None, jnp.asarray(when), packet)
 
-    def _call(self, function: Callable, shapes: Any, *arguments: Any) -> Any:
-        """Out of the program. What goes wrong there is kept for later, as a program must not fail
-        half-way: the rest of its round then asks nobody, and does not count."""
+    def _call(self, function: Callable, shapes: PyTree, *arguments: PyTree) -> PyTree:
+        """Call a function from inside the program.
 
-        def safely(*given: Any) -> Any:
+        A program must not fail half-way: an error is kept for later, the rest of the round then
+        asks nobody, and the round does not count.
+        """
+
+        def safely(*given: PyTree) -> PyTree:
             try:
                 if self._link.trouble is None:
                     return function(*jax.tree.map(np.asarray, given))
@@ -98,6 +96,195 @@ class Deployment(Federation):
             return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
         return io_callback(safely, shapes, *arguments, ordered=True)
+
+
+def _in_cohort_order(
+    found: list[tuple[list[int], Reply]], cohort: np.ndarray, asked: np.ndarray, shapes: PyTree
+) -> tuple[Reply, np.ndarray]:
+    """Put the replies of all sites in the order of the cohort; zeros where none arrived."""
+    values = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+    arrived = np.zeros(len(cohort), bool)
+    for clients, replies in found:
+        order = np.argsort(clients)
+        place = np.searchsorted(clients, cohort, sorter=order)
+        row = order[np.minimum(place, len(clients) - 1)]
+        here = np.flatnonzero((np.asarray(clients)[row] == cohort) & asked)
+        arrived[here] = True
+        for all, own in zip(*map(jax.tree.leaves, (values, replies)), strict=True):
+            all[in_order(here)] = own[in_order(row[here])]
+    for all in jax.tree.leaves(values):
+        all[~arrived] = 0
+    return values, arrived
+
+
+class Record(NamedTuple):
+    """One record of the journal."""
+
+    head: Table
+    arrays: dict[str, np.ndarray]
+
+
+class Deployed(Runtime):
+    """Clients at sites, behind a link.
+
+    Sites evaluate f and g with the next question that they are asked, so an entry of the history is
+    complete one round later: `waiting` is the newest one until then.
+    """
+
+    lags = True
+
+    def __init__(
+        self, problem: Problem, algorithm: Algorithm, link: Link, sites: list[str], seed: int
+    ):
+        super().__init__(problem, algorithm, RoundOptions())
+        self.link, self._sites, self._seed = link, sites, seed
+        self.waiting = History()
+        self.news: Table = {}  # facts about the round of the entry that waits
+        self.told: Table = {}  # and about that of the newest complete entry
+
+        def play(problem: Problem, algorithm: Algorithm, state: State) -> tuple[State, Info]:
+            return Deployment(problem, state, link).play(algorithm)
+
+        self._play = prepared(play, problem, algorithm)
+        self._combined = prepared(combined, problem)
+        self._values = jax.eval_shape(self._one_clients_values)
+        self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
+
+    def start(self, seed: SeedWords) -> State:
+        self.link.hello(self._sites)
+        key = jax.random.wrap_key_data(seed)
+        return _start(self.problem, self.algorithm, key, self.link.clients)
+
+    def resume(self, saved: Record) -> State:
+        """Go on from a record of the journal, with the sites that are there now."""
+        link, head, arrays = self.link, saved.head, saved.arrays
+        link.restore(head["link"])
+        before = link.clients
+        state = _restored(saved, self.problem, self.algorithm)
+        self.waiting = _named(arrays, "waiting", head["waiting"])
+        self.news = head["news"]
+        link.hello(self._sites, self._may_grow)
+        link.restore_packets(head["link"], arrays)
+        if self.waiting:
+            link.look(int(state.round), state.w, self._values)
+        return _grown(state, link.clients - before)
+
+    def advance(self, state: State, spans: Spans) -> Advanced:
+        link, complete = self.link, []
+        answered: list[str] = []
+        info: Info = {}
+        for start, stop, look in spans.tolist():
+            for _ in range(start, stop):
+                after, info = jax.block_until_ready(self._play(state))
+                if link.trouble is not None:
+                    raise link.trouble
+                answered = sorted(link.answered)
+                link.end_round(int(state.round))
+                complete += self._complete(state)
+                state, self._rounds = after, self._rounds + 1
+            if look:
+                self.news = self._news(answered)
+                self.waiting = entry_history(info, stop)
+                link.look(stop, state.w, self._values)
+                self._began, self._rounds = time.perf_counter(), 0
+        return Advanced(state, joined(complete) or no_history())
+
+    def finish(self, state: State) -> History | None:
+        return next(iter(self._complete(state)), None)
+
+    def gather(self, state: State) -> State:
+        return state
+
+    def fault(self, before: State, after: State, history: History) -> Fault | None:
+        """Return whether w is not finite. An objective is NaN where no site told it."""
+        round = int(after.fault[0])
+        return Fault(round + 1, int(before.round)) if round >= 0 else None
+
+    def saved(self) -> tuple[Table, dict[str, PyTree]]:
+        """Return what a record of the journal needs beside state and history."""
+        head, arrays = self.link.saved()
+        arrays["waiting"] = list(self.waiting.values())
+        return {"link": head, "news": self.news, "waiting": list(self.waiting)}, arrays
+
+    def _complete(self, state: State) -> list[History]:
+        """Return the entry that waits, with the values at the end of its round, in that state."""
+        if not self.waiting:
+            return []
+        shares = self.algorithm.objective_weights(state.server, state.participation)
+        found = self.link.values()
+        if found:
+            values = self._over_sites(state.w, found, shares)
+        else:
+            values = self._unknown(state.w, shares)
+        self.told = self.news
+        entry = {name: column[0] for name, column in self.waiting.items() if name != "round"}
+        round, self.waiting = self.waiting["round"].item(), History()
+        return [entry_history(entry | values, round)]
+
+    def _news(self, answered: list[str]) -> Table:
+        exchanges = max(len(self.link.protocol.exchanges), 1) * self._rounds
+        return {
+            "answered": answered,
+            "milliseconds": 1e3 * (time.perf_counter() - self._began) / exchanges,
+            "wire_sent": self.link.sent,
+            "wire_received": self.link.received,
+        }
+
+    def _one_clients_values(self) -> Values:
+        key, w = jax.random.key(self._seed), self.problem.start()
+        return jax.tree.map(lambda leaf: leaf[0], client_values(self.problem, w, key))
+
+    def _over_sites(self, w: Vector, found: dict[str, Values], shares: Shares) -> Info:
+        """Return f and g over all clients that were heard; `shares` are of all clients."""
+        heard = sorted(found)
+        values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
+        if shares is None:
+            return self._combined(w, values)
+        places = [self.link.roster[site] for site in heard]
+        rows = np.concatenate([np.arange(first, first + count) for first, count in places])
+        return self._combined(w, values, shares[rows])
+
+    def _unknown(self, w: Vector, shares: Shares) -> Info:
+        """Return NaN for each column of an evaluation: nobody was heard."""
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._values)
+        part = () if shares is None else (shares[:1],)
+        shapes = jax.eval_shape(lambda v: combined(self.problem, w, v, *part), one)
+        types = {name: x.dtype if x.dtype.kind == "f" else float for name, x in shapes.items()}
+        return {name: np.full(x.shape, np.nan, types[name]) for name, x in shapes.items()}
+
+    def _may_grow(self, clients: int) -> bool:
+        """Return whether the algorithm can take new clients in the middle of a run."""
+        now, then = (_shapes(self.problem, self.algorithm, n) for n in (clients, self.link.clients))
+        return (now.server, now.participation) == (then.server, then.participation)
+
+
+class JournalSaver:
+    """Writes a deployed run to the server's journal after every round."""
+
+    def __init__(self, journal: Journal, runtime: Deployed, rounds: int, chunks: list[History]):
+        self._journal, self._runtime, self._rounds = journal, runtime, rounds
+        self._written = len(chunks)  # parts of the history that are on disk
+
+    def at_most(self, budget: int, done: int) -> int:
+        return 1
+
+    def due(self, done: int) -> bool:
+        return True
+
+    def write(self, state: State, chunks: list[History], seconds: float, stopped: bool) -> None:
+        """Append what is new; begin anew with everything where that is much shorter."""
+        over = int(state.round) == self._rounds and not self._runtime.waiting
+        if not over:
+            self._journal.append(self._record(state, chunks[self._written :], seconds))
+        self._written = len(chunks)
+        if over or self._journal.is_long():
+            self._journal.restart(self._record(state, chunks, seconds))
+
+    def _record(self, state: State, chunks: list[History], seconds: float) -> Parts:
+        head, arrays = self._runtime.saved()
+        history = _history([chunk for chunk in chunks if len(chunk["round"])])
+        head |= {"seconds": seconds, "history": list(history)}
+        return parts(head, arrays | {"history": list(history.values()), "state": state})
 
 
 def serve(
@@ -110,209 +297,126 @@ def serve(
     home: Path,
     evaluate_every: int = 1,
     precision: str | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    progress: Callable[[Table], None] | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Run:
-    """Runs the algorithm over the link, from the beginning or from where `home` says it stopped,
-    as long as `go_on` says so."""
-    began = time.perf_counter()
-    journal = Journal(home / FOLDER)
+    """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
+
+    Args:
+        link: The lines to the sites.
+        sites: The sites that are there.
+        problem: The problem; its clients' data are the sites' own.
+        algorithm: The algorithm.
+        rounds: The number of rounds, counted from the beginning of the run.
+        seed: The seed.
+        home: The run's folder on the server.
+        evaluate_every: Evaluate after this many rounds, and after the last.
+        precision: The run's precision.
+        progress: Called with every new entry of the history, and facts about its round.
+        go_on: Whether to go on with the next round.
+
+    Returns:
+        The run.
+
+    Raises:
+        TooFew: If too few sites answer, or if not `go_on()`.
+        InvalidInput: If w is not finite.
+    """
+    journal, began = Journal(home / FOLDER), time.perf_counter()
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        values_of = jax.eval_shape(lambda: _one_clients_values(placed, jax.random.key(seed)))
+        runtime = Deployed(placed, tuned, link, sites, seed)
         saved, chunks = _loaded(*journal.load())
-        fresh: list[History] = []  # of the history, what is not on disk yet
-        waiting: History = {}  # the newest entry of the history, before it has the sites' values
-        news: dict[str, Any] = {}  # what is to be told with it
         if saved is None:
-            link.hello(sites)
-            state = _start(placed, tuned, seed, link.clients)
+            state = runtime.start(jax.random.key_data(jax.random.key(seed)))
         else:
-            link.restore(saved[0]["link"])
+            state = runtime.resume(saved)
 
-            def may_grow(clients: int) -> bool:
-                now, then = (_shapes(placed, tuned, seed, n) for n in (clients, link.clients))
-                return (now.server, now.participation) == (then.server, then.participation)
+        def tell(done: int, rounds: int, entries: History) -> None:
+            if progress is not None and len(entries["round"]):
+                newest = {k: v[-1].item() for k, v in entries.items() if v.ndim == 1}
+                progress(newest | runtime.told)
 
-            before = link.clients
-            state = _restored(*saved, placed, tuned, seed)
-            waiting, news = _named(saved[1], "waiting", saved[0]["waiting"]), saved[0]["news"]
-            link.hello(sites, may_grow)
-            link.restore_packets(saved[0]["link"], saved[1])
-            state = _grown(state, link.clients - before)
+        def result(state: State, chunks: list[History], seconds: float) -> Run:
+            return Run.of(problem, algorithm, state, _history(chunks), seed, seconds)
 
-        def play(
-            problem: Problem, algorithm: Algorithm, state: State
-        ) -> tuple[State, dict[str, Any]]:
-            return Deployment(problem, state, link).play(algorithm)
-
-        one_round, together = prepared(play, placed, tuned), prepared(combined, placed)
-
-        def complete(state: State) -> None:
-            """Gives the entry that waits the values at the end of its round, with that state."""
-            nonlocal waiting
-            shares = tuned.objective_weights(state.server, state.participation)
-            found = link.values()
-            if found:
-                values = _together(together, state.w, found, link.roster, shares)
-            else:
-                values = _unknown(placed, state.w, values_of, shares)
-            entries = {k: v for k, v in waiting.items() if k != "round"} | _stacked(values)
-            new = on_host(entries, _span(waiting["round"].item()))
-            chunks.append(new)
-            fresh.append(new)
-            waiting = {}
-            if progress is not None:
-                progress({k: v[-1].item() for k, v in new.items() if v.ndim == 1} | news)
-
-        def record(chunks: list[History]) -> Parts:
-            """Where the run is, with that part of its history."""
-            head, arrays = link.saved()
-            head = {"link": head, "news": news, "seconds": time.perf_counter() - began}
-            for name, part in {"history": _history(chunks), "waiting": waiting}.items():
-                head[name], arrays[name] = list(part), list(part.values())
-            return parts(head, arrays | {"state": state})
-
-        def save() -> None:
-            journal.append(record(fresh))
-            fresh.clear()
-            if journal.is_long():
-                journal.restart(record(chunks))
-
-        if waiting:
-            link.look(int(state.round), state.w, values_of)
-        for start, stop, _ in spans_of(int(state.round), rounds, evaluate_every).tolist():
-            clock = time.perf_counter()
-            for _ in range(start, stop):
-                if not go_on():
-                    raise TooFew("told to make room for the next job")
-                after, info = jax.block_until_ready(one_round(state))
-                if link.trouble is not None:
-                    raise link.trouble
-                answered = sorted(link.answered)
-                link.end_round(int(state.round))
-                if waiting:
-                    complete(state)
-                state = after
-                if int(state.round) == stop:
-                    exchanges = max(len(link.protocol.exchanges), 1) * (stop - start)
-                    news = {
-                        "answered": answered,
-                        "milliseconds": 1e3 * (time.perf_counter() - clock) / exchanges,
-                        "wire_sent": link.sent,
-                        "wire_received": link.received,
-                    }
-                    waiting = on_host(_stacked(info), _span(stop))
-                    link.look(stop, state.w, values_of)
-                save()
-        if waiting:
-            complete(state)
-        journal.restart(record(chunks))
-        seconds = time.perf_counter() - began
-        return Run.of(problem, algorithm, state, _history(chunks), seed, seconds)
+        loop = Loop(
+            runtime=runtime,
+            rounds=rounds,
+            evaluate_every=evaluate_every,
+            began=began,
+            result=result,
+            interrupted=lambda: not go_on(),
+            saver=JournalSaver(journal, runtime, rounds, chunks),
+            progress=tell,
+        )
+        try:
+            return loop.run(state, chunks)
+        except Interrupted as error:
+            raise TooFew("told to make room for the next job") from error
+        except Diverged as error:
+            raise InvalidInput(str(error)) from error
 
 
 def saved_run(
-    path: Path, problem: Problem, algorithm: Algorithm, seed: int, precision: Any
+    path: Path, problem: Problem, algorithm: Algorithm, seed: int, precision: str | None
 ) -> Run | None:
-    """The run as far as the server's journal has it, or its last base alone."""
+    """Return the run as far as the server's journal has it, or its last base alone."""
     saved, chunks = _loaded(*(read(path) if path.is_dir() else (path.read_bytes(), [])))
     if saved is None:
         return None
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        state = _restored(*saved, placed, tuned, seed)
-        return Run.of(problem, algorithm, state, _history(chunks), seed, saved[0]["seconds"])
+        state = _restored(saved, placed, tuned)
+        return Run.of(problem, algorithm, state, _history(chunks), seed, saved.head["seconds"])
 
 
-def _start(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
-    """As in a simulation, but for the clients' states: those are the sites' own."""
-    state = State.start(problem, algorithm, jax.random.key(seed), clients)
+def _start(problem: Problem, algorithm: Algorithm, key: PRNGKey, clients: int) -> State:
+    """Return the first state as in a simulation, without clients' states: sites have those."""
+    state = State.start(problem, algorithm, key, clients)
     return dataclasses.replace(state, clients=None, memory=None)
 
 
-def _shapes(problem: Problem, algorithm: Algorithm, seed: int, clients: int) -> State:
-    return jax.eval_shape(lambda: _start(problem, algorithm, seed, clients))
+def _shapes(problem: Problem, algorithm: Algorithm, clients: int) -> State:
+    return jax.eval_shape(lambda: _start(problem, algorithm, jax.random.key(0), clients))
 
 
 def _grown(state: State, more: int) -> State:
-    """With room for new clients, who have seen nothing yet."""
+    """Make room for new clients, who have seen nothing yet."""
     seen = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros(more, x.dtype)]), state.seen)
     return dataclasses.replace(state, seen=seen)
 
 
 def _history(chunks: list[History]) -> History:
-    """The chunks one after the other; entries by client get -1 for clients that were not there
-    yet."""
+    """Join parts of a history; entries by client get -1 for clients that were not there yet."""
+    chunks = [chunk for chunk in chunks if len(chunk["round"])]
     wide = {k: max(c[k].shape[1:] for c in chunks) for k in (chunks or [{}])[-1]}
 
     def fit(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         more = [(0, 0), *[(0, a - b) for a, b in zip(shape, values.shape[1:], strict=True)]]
         return np.pad(values, more, constant_values=-1) if any(map(any, more)) else values
 
-    return joined([{k: fit(v, wide[k]) for k, v in chunk.items()} for chunk in chunks])
+    return joined([History({k: fit(v, wide[k]) for k, v in chunk.items()}) for chunk in chunks])
 
 
-Saved = tuple[dict[str, Any], dict[str, np.ndarray]]  # a record's head and arrays
+def _loaded(base: bytes | None, records: Sequence[bytes]) -> tuple[Record | None, list[History]]:
+    """Return the last record of a journal, and the history that all have together."""
+    found = [Record(*decode(data, None)) for data in ([] if base is None else [base]) + [*records]]
+    history = [_named(record.arrays, "history", record.head["history"]) for record in found]
+    return found[-1] if found else None, [part for part in history if part]
 
 
-def _loaded(base: bytes | None, records: list[bytes]) -> tuple[Saved | None, list[History]]:
-    """The last record of a journal, and the history that all have together."""
-    found = [decode(data, None) for data in ([] if base is None else [base]) + records]
-    parts = [_named(arrays, "history", head["history"]) for head, arrays in found]
-    return found[-1] if found else None, [part for part in parts if part]
+def _restored(saved: Record, problem: Problem, algorithm: Algorithm) -> State:
+    clients = sum(count for _, count in saved.head["link"]["roster"].values())
+    shapes = _shapes(problem, algorithm, clients)
+    try:
+        state = take(saved.arrays, "state", shapes, finite=False)
+    except Refused as refused:
+        raise InvalidInput(
+            f"The server's journal is of another run or another version: {refused}."
+        ) from None
+    return jax.tree.map(jnp.asarray, state)
 
 
-def _restored(
-    head: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    problem: Problem,
-    algorithm: Algorithm,
-    seed: int,
-) -> State:
-    clients = sum(count for _, count in head["link"]["roster"].values())
-    shapes = _shapes(problem, algorithm, seed, clients)
-    return jax.tree.map(jnp.asarray, take(arrays, "state", shapes, finite=False))
-
-
-def _named(arrays: dict[str, Any], prefix: str, names: list[str]) -> History:
-    return {name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)}
-
-
-def _span(stop: int) -> Spans:
-    return np.asarray([[stop - 1, stop, 1]], np.int32)
-
-
-def _stacked(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry as a history of one."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[None], entry)
-
-
-def _one_clients_values(problem: Problem, key: Key[Array, ""]) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0], client_values(problem, problem.start(), key))
-
-
-def _together(
-    together: Callable,
-    w: Any,
-    found: dict[str, PyTree],
-    roster: dict[str, tuple[int, int]],
-    shares: Any,
-) -> dict[str, Any]:
-    """f and g over all clients that were heard, and the metrics; `shares` are of all clients."""
-    heard = sorted(found)
-    values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
-    if shares is None:
-        return together(w, values)
-    places = [roster[site] for site in heard]
-    rows = np.concatenate([np.arange(first, first + count) for first, count in places])
-    return together(w, values, shares[rows])
-
-
-def _unknown(problem: Problem, w: Any, values: PyTree, shares: Any) -> dict[str, Any]:
-    """The same where nobody was heard."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), values)
-    part = () if shares is None else (shares[:1],)
-    shapes = jax.eval_shape(lambda v: combined(problem, w, v, *part), one)
-    types = {name: x.dtype if x.dtype.kind == "f" else float for name, x in shapes.items()}
-    return {name: np.full(x.shape, np.nan, types[name]) for name, x in shapes.items()}
+def _named(arrays: dict[str, np.ndarray], prefix: str, names: list[str]) -> History:
+    return History({name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)})

@@ -10,11 +10,11 @@ same if the same state follows. An answer that moves no state says so, and leave
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import threading
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.exchange import Question
-from fedsolve.federation.state import evaluation_key
+from fedsolve.federation.exchange import Exchange
+from fedsolve.federation.state import SeedWords, evaluation_key
 from fedsolve.flare.journal import Journal, Parts
 from fedsolve.flare.protocol import Protocol, protocol
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import client_values
-from fedsolve.solving.solve import numbers_on_device, precision_of
+from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import (
     Refused,
     decode,
@@ -45,6 +45,7 @@ from fedsolve.storage.arrays import (
     size_of,
     take,
 )
+from fedsolve.types import Cohort, Message, Reply, Vector
 
 MOST_CLIENTS = 10_000_000
 FEW = 8  # clients of a site that share a program, however many are asked
@@ -289,11 +290,14 @@ class Share:
         return _Entry(digest, local, rows, None)
 
 
-class _Entry(types.SimpleNamespace):
-    """An answer that was given, if by this process, and the states that follow if it is used."""
+@dataclasses.dataclass
+class _Entry:
+    """An answer, and the states that follow if it is used."""
 
-    def __init__(self, digest: str, local: Any, rows: PyTree, reply: bytes | None):
-        super().__init__(digest=digest, local=local, rows=rows, reply=reply)
+    digest: str
+    local: np.ndarray
+    rows: PyTree
+    reply: bytes | None  # None for one that was given by an earlier process
 
 
 def _work(
@@ -301,27 +305,26 @@ def _work(
     algorithm: Algorithm,
     number: int,
     method: str,
-    w: Any,
-    round: Any,
-    seed: Any,
-    size: Any,
-    clients: Any,
-    local: Any,
+    w: Vector,
+    round: Int[Array, ""],
+    seed: SeedWords,
+    size: Int[Array, ""],
+    clients: Cohort,
+    local: Cohort,
     rows: PyTree,
-    message: PyTree,
-) -> tuple[PyTree, PyTree]:
-    """The first `size` clients' part in one exchange: of few one after the other, so that those
-    beyond cost nothing; of many at once."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
-    fed = types.SimpleNamespace(
-        _problem=problem, w=w, round=round, _key=key, exchanges=[None] * number
-    )
-    nobody = np.arange(0)
-    question = Question(fed, getattr(algorithm, method), nobody, message, True)  # pyright: ignore[reportArgumentType]
+    message: Message,
+) -> tuple[PyTree, Reply]:
+    """Compute the first `size` clients' part in one exchange.
 
-    def answer(client: Any, local: Any, row: PyTree) -> tuple[PyTree, PyTree]:
+    Few clients are computed one after the other, so that those beyond `size` cost nothing; many at
+    once.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
+    exchange = Exchange(problem, key, w, round, number, getattr(algorithm, method), message)
+
+    def answer(client: Int[Array, ""], local: Int[Array, ""], row: PyTree) -> tuple[PyTree, PyTree]:
         samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
-        return jax.tree.map(jnp.asarray, question.answer(client, samples, row))
+        return jax.tree.map(jnp.asarray, exchange.answer(client, samples, row))
 
     if len(clients) > FEW:
         return jax.vmap(answer)(clients, local, rows)

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,10 +28,15 @@ from fedsolve.experiments.config import Experiment
 from fedsolve.experiments.runner import Progress, Result, execute
 from fedsolve.papers.catalogue import Entry, changes, duration, find, minutes, tables
 from fedsolve.papers.pages import page
-from fedsolve.solving.result import History
+from fedsolve.runtimes.history import History
+from fedsolve.solving.result import Columns
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.theory.fedadmm import communication_rounds
 from fedsolve.types import Table
+
+if TYPE_CHECKING:  # slow imports
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 FOLDER = Path("reproduced")  # where reproductions are written by default
 LATE = 5  # means are over the last fifth of a run
@@ -126,7 +131,7 @@ def start(
 class Recorded:
     """A run as it was read from its folder."""
 
-    history: History
+    history: Columns
     algorithm: Algorithm
     seed: int
     allowed: int  # rounds, unless a rule stopped the run before
@@ -148,14 +153,15 @@ def plan(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[st
 def recorded(contents: run_folder.Contents, experiment: Experiment) -> Groups:
     """Return the runs of a folder."""
     groups: Groups = {}
-    for (variant, seed), rows in contents.table.groupby(["variant", "seed"], sort=False):
+    for _, rows in contents.table.groupby(["variant", "seed"], sort=False):
+        variant, seed = str(rows["variant"].iloc[0]), int(rows["seed"].iloc[0])
         numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
         history = {str(name): numbers[name].to_numpy() for name in numbers}
         prefix = f"{variant}/seed-{seed}/".lstrip("/")
         wide = {k[len(prefix) :]: v for k, v in contents.wide.items() if k.startswith(prefix)}
         algorithm, rounds = experiment.cells.algorithms[variant], experiment.options["rounds"]
         seconds = contents.facts.get("seconds", {}).get(prefix.rstrip("/"), math.nan)
-        run = Recorded(history | wide, algorithm, int(seed), rounds, float(seconds))
+        run = Recorded(History(history | wide), algorithm, seed, rounds, float(seconds))
         groups.setdefault(variant, []).append(run)
     return groups
 
@@ -236,7 +242,7 @@ def _spread(column: str, values: list[float]) -> list[float] | None:
     return [float(f"{x:.6g}") for x in (middle, np.std(there))] if np.isfinite(middle) else None
 
 
-def _draw(entry: Entry, groups: Groups) -> Any:
+def _draw(entry: Entry, groups: Groups) -> Figure:
     if entry.picture == "trade-off":
         return plots.tradeoff(groups)
     if entry.picture == "rounds":
@@ -275,8 +281,8 @@ def finished(path: Path) -> bool:
     return facts.get("status") == "finished"
 
 
-def write_data(path: Path, histories: list[Any]) -> None:
-    """Write all histories (pandas tables) as one."""
+def write_data(path: Path, histories: list[DataFrame]) -> None:
+    """Write all histories as one table."""
     import pandas as pd
 
     write_atomically(path, pd.concat(histories, ignore_index=True).to_csv(index=False).encode())

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import weighted_sum
-from fedsolve.federation.options import Setting
+from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import State
 from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.blocks import map_clients
-from fedsolve.solving.stopping import wants_gradient
+from fedsolve.types import Info, PRNGKey, Round, Vector
+
+Values = dict[str, PyTree]  # by quantity, one row for each client
+Shares = Float[Array, " n"] | None  # what each client counts in a weighted objective
 
 
 def client_values(
     problem: Problem,
-    w: Float[Array, " d"],
-    key: Key[Array, ""] | None = None,
-    first: Any = 0,
-    setting: Setting | None = None,
+    w: Vector,
+    key: PRNGKey | None = None,
+    first: Round = 0,
+    options: RoundOptions | None = None,
     gradient: bool = False,
-) -> dict[str, PyTree]:
-    """`problem.values` of each client, where the clients are numbered from `first` on. If asked
-    for, `gradient` has sums of gradients of their objectives, one row a block of clients: so that
-    there is none for each client."""
+) -> Values:
+    """Return `problem.values` of each client.
 
-    def look(w: Float[Array, " d"], index: Any, samples: Samples) -> dict[str, PyTree]:
+    Args:
+        problem: The problem.
+        w: Where.
+        key: The evaluation's key, for problems that draw their data.
+        first: The number of the first client, where the problem has a part of all clients.
+        options: How clients are computed: how many at once, on which devices.
+        gradient: Whether to add the entry `gradient`: sums of gradients of objectives, one row for
+            each block of clients, so that there need not be one for each client.
+    """
+
+    def one(w: Vector, index: Round, samples: Samples) -> Values:
         own = None if key is None else jax.random.fold_in(key, first + index)
         return problem.values(w, samples, own)
 
-    def together(indices: Int[Array, " b"], samples: Samples) -> dict[str, PyTree]:
-        def total(w: Float[Array, " d"]) -> tuple[Float[Array, ""], dict[str, PyTree]]:
-            found = jax.vmap(look, in_axes=(None, 0, 0))(w, indices, samples)
+    def block(indices: Int[Array, " b"], samples: Samples) -> Values:
+        def total(w: Vector) -> tuple[Float[Array, ""], Values]:
+            found = jax.vmap(one, in_axes=(None, 0, 0))(w, indices, samples)
             return jnp.sum(jnp.where(indices < problem.n, found["objective"], 0)), found
 
         if not gradient:
@@ -48,22 +57,22 @@ def client_values(
         return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(together, everyone, (problem.samples,), setting or Setting())
+    return map_clients(block, everyone, (problem.samples,), options or RoundOptions())
 
 
 def evaluate(
     problem: Problem,
-    w: Float[Array, " d"],
-    key: Key[Array, ""] | None = None,
-    setting: Setting | None = None,
-    shares: Float[Array, " n"] | None = None,
-) -> dict[str, Any]:
-    """f (and ‖∇f‖², if the rule asks for it) and g over all clients, the metrics, and what else is
-    to be followed, at w."""
-    setting = Setting() if setting is None else setting
-    values = client_values(problem, w, key, setting=setting, gradient=wants_gradient(setting.stop))
+    w: Vector,
+    key: PRNGKey | None = None,
+    options: RoundOptions | None = None,
+    shares: Shares = None,
+) -> Info:
+    """Return f and g over all clients, the metrics, and what else is to be followed, at w."""
+    options = RoundOptions() if options is None else options
+    gradient = options.wants_gradient
+    values = client_values(problem, w, key, options=options, gradient=gradient)
     found = combined(problem, w, values, shares)
-    for name, diagnostic in setting.follow:
+    for name, diagnostic in options.follow:
         told = diagnostic(problem, problem.layout.unravel(w))
         for path, leaf in jax.tree.leaves_with_path(told):
             part = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -71,22 +80,22 @@ def evaluate(
     return found
 
 
-def look(problem: Problem, algorithm: Algorithm, state: State, setting: Setting) -> dict[str, Any]:
-    """`evaluate` after a round, and what clients hold back there."""
+def evaluate_state(
+    problem: Problem, algorithm: Algorithm, state: State, options: RoundOptions
+) -> Info:
+    """Evaluate after a round, with the compression error that clients hold back there."""
     shares = algorithm.objective_weights(state.server, state.participation)
-    found = evaluate(problem, state.w, state.evaluation_key, setting, shares)
+    found = evaluate(problem, state.w, state.evaluation_key, options, shares)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 
 
-def combined(
-    problem: Problem,
-    w: Float[Array, " d"],
-    values: dict[str, PyTree],
-    shares: Float[Array, " n"] | None = None,
-) -> dict[str, Any]:
-    """f and g from clients' values at w, and the metrics there; with `shares` also the f (and the
-    g, where it is a mean) in which clients count by these."""
+def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None) -> Info:
+    """Return f, g and the metrics at w from clients' values there.
+
+    With `shares` there is also the f (and the g, where it is a mean) in which clients count by
+    these. With an entry `gradient` there is also ‖∇f(w)‖².
+    """
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
     if "gradient" in values:
         parts = values["gradient"]  # of some clients together each

@@ -1,14 +1,13 @@
 """The compiled runtime: clients are a leading axis, rounds are a scan, a run is one program.
 
 The program is compiled once for a problem and an algorithm, whatever the number of rounds, the
-seed, or the values of step sizes: it advances a fixed number of slots, each of which holds as many
+seed, or the values of step sizes: it advances a fixed number of slots, each of which plays as many
 rounds as it is told and evaluates at its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,55 +15,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Int, PyTree, UInt32
+from jaxtyping import Array, Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
-from fedsolve.federation.exchange import Question
+from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
-from fedsolve.federation.options import Setting
-from fedsolve.federation.state import State
+from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.state import SeedWords, State
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
+from fedsolve.runtimes.base import Advanced, Runtime
 from fedsolve.runtimes.blocks import map_clients
-from fedsolve.runtimes.evaluation import look
-from fedsolve.runtimes.sharding import everywhere, kept
-from fedsolve.types import Flags
-
-SLOTS = 100
+from fedsolve.runtimes.chunks import Spans, padded
+from fedsolve.runtimes.evaluation import evaluate_state
+from fedsolve.runtimes.history import host_history, truncate_at_stop
+from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
+from fedsolve.types import Cohort, Flag, Flags, Info, Reply, Round
 
 
 class Simulation(Federation):
     """A federation inside one compiled program."""
 
-    def _exchange(self, question: Question) -> tuple[PyTree, Flags]:
-        cohort, when, arrived = question.cohort, question.when, self._arrived(question)
+    def _deliver(self, exchange: Exchange, cohort: Cohort, asked: Flags) -> tuple[Reply, Flags]:
+        arrived = self._arrived(exchange, cohort, asked)
         rows = self._rows(cohort)
         whole = isinstance(rows, slice)
+        untouched: list[bool] = []  # which leaves of the state the method hands back as they are
 
         def take(leaf: Array) -> Array:
             return leaf if whole else leaf[rows]
 
-        kept: list[bool] = []  # which leaves of the state the method hands back untouched
-
-        def watched(index: Any, samples: Samples, state: PyTree) -> tuple[PyTree, PyTree]:
-            moved, reply = question.answer(index, samples, state)
+        def answer(index: Int[Array, ""], samples: Samples, state: PyTree) -> tuple[PyTree, Reply]:
+            moved, reply = exchange.answer(index, samples, state)
             before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
-            kept[:] = [a is b for a, b in zip(before, after, strict=True)]
+            untouched[:] = [a is b for a, b in zip(before, after, strict=True)]
             return moved, jax.tree.map(jnp.asarray, reply)
 
-        def run(states: PyTree) -> tuple[PyTree, PyTree]:
+        def run(states: PyTree) -> tuple[PyTree, Reply]:
             data = self._problem.samples, states
-            return map_clients(jax.vmap(watched), cohort, data, self._setting, rows=whole)
+            return map_clients(jax.vmap(answer), cohort, data, self._options, rows=whole)
 
-        if isinstance(when, jax.Array):
+        if isinstance(asked, jax.Array):
             # Not asked, not computed: worth a branch, since it can be most of a round.
             shape = jax.eval_shape(run, self._states)
 
-            def skip(states: PyTree) -> tuple[PyTree, PyTree]:
+            def skip(states: PyTree) -> tuple[PyTree, Reply]:
                 zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape[1])
                 return jax.tree.map(take, states), zeros
 
-            moved, values = lax.cond(jnp.any(when), run, skip, self._states)
+            moved, values = lax.cond(jnp.any(asked), run, skip, self._states)
         else:
             moved, values = run(self._states)
 
@@ -76,9 +75,30 @@ class Simulation(Federation):
         old, structure = jax.tree.flatten(self._states)
         new = jax.tree.leaves(moved)
         self._states = structure.unflatten(
-            o if same else put(o, n) for o, n, same in zip(old, new, kept, strict=True)
+            o if same else put(o, n) for o, n, same in zip(old, new, untouched, strict=True)
         )
         return values, arrived
+
+
+class Compiled(Runtime):
+    """Clients in this process, or over the devices of a mesh, in one compiled program."""
+
+    def start(self, seed: SeedWords) -> State:
+        if self.options.mesh is not None:
+            seed = copied(seed, self.options.mesh)
+        state = compiled_start(self.problem, self.algorithm, seed, self.options)
+        return jax.block_until_ready(state)
+
+    def place(self, state: State) -> State:
+        if self.options.mesh is None:
+            return state
+        return spread(state, state_specs(state, self.problem.n, self.options.mesh))
+
+    def advance(self, state: State, spans: Spans) -> Advanced:
+        program = self.problem, self.algorithm, state, padded(spans), self.options
+        after, entries = compiled_advance(*program)
+        spans, stopped = truncate_at_stop(entries, spans)
+        return Advanced(after, host_history(entries, spans), stopped)
 
 
 def advance(
@@ -86,38 +106,40 @@ def advance(
     algorithm: Algorithm,
     state: State,
     spans: Int[Array | np.ndarray, "slots 3"],
-    setting: Setting | None = None,
-    stopped: Any = False,
-) -> tuple[State, dict[str, Any]]:
-    """Span by span, runs rounds from start to stop, and evaluates there if told to. Once the rule
-    has stopped it, nothing is run any more: entries say `stopped`."""
-    setting = Setting() if setting is None else setting
-    rule = setting.stop
+    options: RoundOptions | None = None,
+    stopped: Flag = False,
+) -> tuple[State, Info]:
+    """Play the rounds of each span, and evaluate at its end if the span says so.
 
-    def step(state: State) -> tuple[State, dict[str, Any]]:
-        state, info = Simulation(problem, state, setting).play(algorithm)
-        return kept(state, problem.n, setting.mesh), info
+    Once the rule has stopped the run, nothing is played any more: entries say `stopped`.
+    """
+    options = RoundOptions() if options is None else options
+    rule = options.stop
 
-    def look_at(state: State, info: dict[str, Any]) -> dict[str, Any]:
-        found = look(problem, algorithm, state, setting)
+    def step(state: State) -> tuple[State, Info]:
+        state, info = Simulation(problem, state, options).play(algorithm)
+        return kept(state, problem.n, options.mesh), info
+
+    def evaluate(state: State, info: Info) -> Info:
+        found = evaluate_state(problem, algorithm, state, options)
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
         return found
 
     # One trace serves both the shapes and the program.
     run_step, (_, shapes) = _traced(step, state)
-    run_look, found_shapes = _traced(look_at, state, shapes)
+    run_evaluate, found_shapes = _traced(evaluate, state, shapes)
 
-    def body(_: Any, carry: tuple) -> tuple:
+    def body(_: Round, carry: tuple[State, Info]) -> tuple[State, Info]:
         return run_step(carry[0])
 
-    def slot(carry: tuple[State, Any], span: Int[Array, "3"]) -> tuple[Any, dict[str, Any]]:
+    def slot(carry: tuple[State, Flag], span: Int[Array, "3"]) -> tuple[PyTree, Info]:
         (state, stopped), (start, stop, wanted) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         state, info = lax.fori_loop(start, jnp.where(stopped, start, stop), body, (state, nothing))
         found = lax.cond(
             (wanted > 0) & ~stopped,
-            run_look,
+            run_evaluate,
             lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
             state,
             info,
@@ -125,11 +147,11 @@ def advance(
         return (state, stopped | found.get("stopped", False)), info | found
 
     (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
-    return state, everywhere(entries, setting.mesh)
+    return state, everywhere(entries, options.mesh)
 
 
 def _traced(function: Callable, *given: PyTree) -> tuple[Callable, PyTree]:
-    """The function, traced once for arguments of these shapes; and the shapes of what it gives."""
+    """Trace a function once for arguments of these shapes; also return the shapes of its result."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
     run, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)
 
@@ -141,11 +163,11 @@ def _traced(function: Callable, *given: PyTree) -> tuple[Callable, PyTree]:
 
 @eqx.filter_jit
 def compiled_start(
-    problem: Problem, algorithm: Algorithm, seed: UInt32[Array, " words"], setting: Setting
+    problem: Problem, algorithm: Algorithm, seed: SeedWords, options: RoundOptions
 ) -> State:
-    """The state before the first round, where it belongs."""
-    key, timed = jax.random.wrap_key_data(seed), setting.clock is not None
-    return kept(State.start(problem, algorithm, key, timed=timed), problem.n, setting.mesh)
+    """Return the state before the first round, on the devices where it belongs."""
+    key, timed = jax.random.wrap_key_data(seed), options.clock is not None
+    return kept(State.start(problem, algorithm, key, timed=timed), problem.n, options.mesh)
 
 
 compiled_advance = eqx.filter_jit(advance)

@@ -17,21 +17,20 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
 from fedsolve.fields import check_count
-from fedsolve.solving.result import History
+from fedsolve.runtimes.history import History, joined
 from fedsolve.storage import arrays as codec
 from fedsolve.storage.atomic import check_writable, write_atomically
-
-if TYPE_CHECKING:
-    from fedsolve.storage.client_store import Store
+from fedsolve.storage.client_store import Store
+from fedsolve.types import Table
 
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "
@@ -45,7 +44,7 @@ class Checkpoint:
     """What was read from a file."""
 
     path: Path
-    head: dict[str, Any]
+    head: Table
     arrays: dict[str, np.ndarray]
 
     @property
@@ -66,10 +65,12 @@ class Checkpoint:
     @property
     def history(self) -> History:
         """One entry for each evaluated round."""
-        return {
-            name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
-            for name, dtype in self.head["history"].items()
-        }
+        return History(
+            {
+                name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
+                for name, dtype in self.head["history"].items()
+            }
+        )
 
     @property
     def stores(self) -> list[tuple[str, np.ndarray]]:
@@ -82,8 +83,8 @@ class Checkpoint:
         """Whether it was read from there (or from the one before)."""
         return self.path in (path, _before(path))
 
-    def check(self, identity: dict[str, Any]) -> None:
-        """Refuses to be another run's."""
+    def check(self, identity: Table) -> None:
+        """Raise if the checkpoint belongs to a different run."""
         version = _version()
         if self.head["version"] != version:
             raise InvalidInput(
@@ -107,11 +108,14 @@ class Checkpoint:
 class Checkpoints:
     """Writes a run's checkpoints: every so many rounds, or after so much time."""
 
-    def __init__(self, path: str | Path, every: int | str | None, identity: dict[str, Any]):
-        self._path, self._identity = Path(path), identity
+    def __init__(self, path: str | Path, every: int | str | None, identity: Table, rule: str):
+        self.store: Store | None = None  # of a streamed run
+        self._path, self._identity, self._rule = Path(path), identity, rule
         self._every, self._seconds = how_often("checkpoint_every", every)
         self._due = time.perf_counter() + self._seconds
-        check_writable(self._path.parent)
+        self._writes = jax.process_index() == 0  # of several processes, the first one
+        if self._writes:
+            check_writable(self._path.parent)
 
     def at_most(self, budget: int, done: int) -> int:
         """So many rounds, or fewer where the next checkpoint comes before."""
@@ -122,16 +126,14 @@ class Checkpoints:
             return done % self._every == 0
         return time.perf_counter() >= self._due
 
-    def write(
-        self,
-        state: State,
-        history: History,
-        seconds: float,
-        stopped: str = "",
-        store: Store | None = None,
-    ) -> None:
-        """Puts the run on disk, with what a streamed run's store knows of its clients' rows. Where
-        that cannot be done, what is there stays, and the run goes on: its user is told."""
+    def write(self, state: State, chunks: list[History], seconds: float, stopped: bool) -> None:
+        """Put the run on disk, with what a streamed run's store knows of its clients' rows.
+
+        Where that cannot be done, what is there stays, and the run goes on with a warning.
+        """
+        if not self._writes:
+            return
+        history = joined(chunks)
         head = {
             "format": FORMAT,
             "version": _version(),
@@ -139,19 +141,19 @@ class Checkpoints:
             "run": self._identity,
             "round": int(state.round),
             "seconds": seconds,
-            "stopped": stopped,
+            "stopped": self._rule if stopped else "",
             "history": {name: str(values.dtype) for name, values in history.items()},
         }
         began = time.perf_counter()
-        named: dict[str, Any] = {f"history/{name}": v for name, v in history.items()}
+        named: dict[str, PyTree] = {f"history/{name}": v for name, v in history.items()}
         try:
-            if store is not None:
-                head["store"], named["store"] = store.save()
+            if self.store is not None:
+                head["store"], named["store"] = self.store.save()
             data = codec.encode(head, {"state": state} | named)
             line = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
             write_atomically(self._path, line, data, before=_before(self._path))
-            if store is not None:
-                store.saved()
+            if self.store is not None:
+                self.store.saved()
         except OSError as error:
             message = f"No checkpoint after round {int(state.round)}: cannot write {self._path}"
             warnings.warn(f"{message}: {error.strerror}.", stacklevel=3)
@@ -209,7 +211,7 @@ def exists(path: Path) -> bool:
     return path.exists() or _before(path).exists()
 
 
-def fingerprint(*things: Any) -> str:
+def fingerprint(*things: object) -> str:
     """The same text in every process for the same problem, algorithm or rule, numbers and data
     included. Of functions it knows the name only."""
     digest = hashlib.sha256()
@@ -217,7 +219,7 @@ def fingerprint(*things: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _feed(update: Callable[[bytes], None], thing: Any) -> None:
+def _feed(update: Callable[[bytes], None], thing: object) -> None:
     if isinstance(thing, np.ndarray | jax.Array | np.generic):
         array = np.asarray(thing)
         update(f"{array.dtype}{array.shape}".encode())

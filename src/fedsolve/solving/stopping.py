@@ -11,16 +11,17 @@ configuration serves problems of all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import equinox as eqx
+from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
+from fedsolve.federation.options import Stop
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.problem import Problem
-
-Stop = Callable[[dict[str, Any]], Any]
+from fedsolve.types import Flag
 
 
 class Stationary(eqx.Module):
@@ -32,7 +33,7 @@ class Stationary(eqx.Module):
     def __check_init__(self):
         check_positive("below", self.below)
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         return entry["squared_gradient"] < self.below
 
 
@@ -41,7 +42,7 @@ class Reached(eqx.Module):
 
     objective: Scalar = eqx.field(converter=scalar("objective"))
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         return entry["objective"] <= self.objective
 
 
@@ -63,7 +64,7 @@ class NearOptimum(eqx.Module):
         best = least(problem) if problem.optimum is None else problem.optimum
         return Reached(best + float(self.within) * (1 + abs(best)))
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         raise InvalidInput("NearOptimum is a rule for a problem: NearOptimum(...).of(problem).")
 
 
@@ -82,22 +83,18 @@ class StationaryForSize(eqx.Module):
 
         return Stationary(tolerance(problem, float(self.accuracy), self.test))
 
-    def __call__(self, entry: dict[str, Any]) -> Any:
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         raise InvalidInput("StationaryForSize is a rule for a problem: use its of(problem).")
 
 
 def for_problem(stop: Stop | None, problem: Problem) -> Stop | None:
-    """The rule for that problem."""
-    return stop.of(problem) if hasattr(stop, "of") else stop  # type: ignore
+    """Return the rule to apply to a problem."""
+    adapt = getattr(stop, "of", None)
+    return stop if adapt is None else adapt(problem)
 
 
-def wants_gradient(stop: Stop | None) -> bool:
-    """Whether the rule looks at ‖∇f(w)‖²."""
-    return bool(getattr(stop, "gradient", False))
-
-
-def check_stop(stop: Any) -> None:
-    """Refuses what is no rule."""
+def check_stop(stop: object) -> None:
+    """Raise if this is no rule."""
     if stop is not None and (not callable(stop) or isinstance(stop, type)):
         raise InvalidInput(
             f"stop must be a rule such as Stationary(below=1e-6), or a function of a history "

@@ -1,4 +1,4 @@
-"""What the papers' theorems ask for and promise, certificates of runs, and diagnostics."""
+"""Assumptions and guarantees of the papers' theorems, certificates of runs, and diagnostics."""
 
 from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.theory import fedadmm

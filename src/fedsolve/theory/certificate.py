@@ -1,15 +1,16 @@
-"""What a theorem promised, beside what a run reached."""
+"""Certificates: what a theorem guarantees compared with what a run reached."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.domains import WholeSpace
@@ -17,15 +18,32 @@ from fedsolve.theory.fedsgm import constants
 from fedsolve.theory.gradients import totals
 from fedsolve.theory.reference import optimum as reference
 
+if TYPE_CHECKING:
+    from fedsolve.solving.result import Run
+
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """A promise and what came of it.
+    """A guarantee and the values that a run reached.
 
-    - `gap`: f(w̄) − f*, at most (f* is taken as low as it may be); promised: `guarantee.bound`.
-    - `constraint`: g(w̄); promised: `guarantee.constraint_bound`. Both are infinite where no round
-      was feasible, so that there is no w̄.
-    - `optimum`, `accuracy`: f* and how exactly it is known; `source` says where from.
+    `gap` and `constraint` are infinite where no round was feasible, because w̄ does not exist then.
+    `print` shows both values beside their bounds, and the assumptions that were not checked.
+
+    Args:
+        guarantee: The guarantee that the run is compared with.
+        gap: An upper bound on f(w̄) − f*, where f* is taken as low as its accuracy allows; to be
+            compared with `guarantee.bound`.
+        constraint: g(w̄), to be compared with `guarantee.constraint_bound`.
+        optimum: f*.
+        accuracy: The accuracy of `optimum`.
+        source: Where `optimum` comes from.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> guarantee = fs.theory.fedsgm(distance=1.0, lipschitz=2.0, rounds=100)
+        >>> found = fs.theory.Certificate(guarantee, 0.01, -0.2, 0.5, 0.0, "given")
+        >>> found.holds
+        True
     """
 
     guarantee: Guarantee
@@ -37,7 +55,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether the run kept the promise."""
+        """Whether both values are within their bounds."""
         promise = self.guarantee
         return self.gap <= promise.bound and self.constraint <= promise.constraint_bound
 
@@ -56,22 +74,54 @@ class Certificate:
 
 
 def certificate(
-    run: Any,
+    run: Run,
     guarantee: Guarantee | None = None,
     optimum: float | int | None = None,
     accuracy: float | int = 1e-6,
 ) -> Certificate:
-    """Compares a run with what the theorem behind its algorithm promised.
+    """Compare a run with the guarantee of its algorithm.
 
-    f* is `optimum` if given, else the problem's own `optimum`, else a reference solution to
-    `accuracy` (`fs.theory.optimum`), for which f and g must be convex. Where X is all of R^d, that
-    is the least f within the guarantee's D of the start.
+    f* is `optimum` if given, else the `optimum` of the problem, else a reference solution
+    (`fs.theory.optimum`), for which f and g must be convex. Where X is all of R^d, the reference
+    solution is the least f within the guarantee's D of the initial parameters.
+
+    Args:
+        run: The result of `fs.solve`.
+        guarantee: The guarantee to compare with; by default the one of the run's algorithm, which
+            `FedSGM.from_theory` sets.
+        optimum: f*, if it is known.
+        accuracy: The accuracy to which a reference solution is computed.
+
+    Returns:
+        The guarantee, the values reached, and whether the guarantee holds.
+
+    Raises:
+        InvalidInput: If there is no guarantee, if the guarantee does not apply to the run (for
+            example because of another step size or number of rounds), or if no reference solution
+            of the accuracy was found.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedsolve as fs
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: 0.5 * ((data["x"] - w) ** 2).sum(axis=1).mean(),
+        ...     clients={"x": np.array([[[0.0, 0.0]], [[2.0, 1.0]]])},
+        ...     params=np.zeros(2),
+        ...     constraint=lambda w, data: w.sum() - 1.0,
+        ...     domain=fs.Ball(2.0),
+        ... )
+        >>> algorithm = fs.FedSGM.from_theory(problem, rounds=100, lipschitz=4.5)
+        >>> run = fs.solve(problem, algorithm, rounds=100, evaluate_every=100)
+        >>> found = fs.theory.certificate(run)
+        >>> found.holds, round(found.optimum, 4)
+        (True, 0.6875)
     """
-    promise = _promise(run, guarantee)
+    promise = _applicable_guarantee(run, guarantee)
     problem = run.problem
-    if optimum is not None or problem.optimum is not None:
-        value = problem.optimum if optimum is None else float(optimum)
-        exactness, source = 0.0, "given" if optimum is not None else "the problem's own"
+    known = problem.optimum if optimum is None else float(optimum)
+    if known is not None:
+        value, exactness = known, 0.0
+        source = "the problem's own" if optimum is None else "given"
     else:
         distance = promise.distance if isinstance(problem.domain, WholeSpace) else None
         found = reference(problem, accuracy, distance)
@@ -89,8 +139,8 @@ def certificate(
 _totals = eqx.filter_jit(totals)
 
 
-def _promise(run: Any, guarantee: Guarantee | None) -> Guarantee:
-    """The guarantee that this run is to be held to, if it did what the theorem asks for."""
+def _applicable_guarantee(run: Run, guarantee: Guarantee | None) -> Guarantee:
+    """Return the guarantee to compare with, or raise if the run does not meet its conditions."""
     algorithm = run.algorithm
     promise = getattr(algorithm, "guarantee", None) if guarantee is None else guarantee
     if promise is None:
@@ -103,11 +153,10 @@ def _promise(run: Any, guarantee: Guarantee | None) -> Guarantee:
             f"{promise.theorem} is about ‖w_t − ŵ(w_t)‖ in every feasible round and not about w̄; "
             "see fs.theory.stationarity."
         )
-    from fedsolve.algorithms.fedsgm import FedSGM  # which makes itself from theory
-
-    if getattr(type(algorithm), "direction", None) is not FedSGM.direction:
+    # A subclass that follows another direction, such as PenaltyFedAvg, is another method.
+    if not isinstance(algorithm, FedSGM) or type(algorithm).direction is not FedSGM.direction:
         raise InvalidInput(f"{promise.theorem} is not about {type(algorithm).__name__}.")
-    asked = {
+    conditions = {
         "rounds": (promise.rounds, run.rounds),
         "clients": (promise.clients, run.problem.n),
         "participants": (promise.participants, algorithm.participants or run.problem.n),
@@ -121,19 +170,19 @@ def _promise(run: Any, guarantee: Guarantee | None) -> Guarantee:
         "availability": (None, algorithm.availability),
     }
     if not promise.stochastic:
-        asked["batch_size"] = (None, run.problem.batch_size)
-    for name, (wanted, got) in asked.items():
+        conditions["batch_size"] = (None, run.problem.batch_size)
+    for name, (wanted, got) in conditions.items():
         if wanted != got:
             raise InvalidInput(f"{promise.theorem} asks for {name} = {wanted}, the run has {got}.")
     _check_compressors(promise, algorithm, run.problem.size)
     return promise
 
 
-def _check_compressors(promise: Guarantee, algorithm: Any, size: int) -> None:
-    """Refuses a run whose compressors lose more than the theorem was told; less is all right."""
+def _check_compressors(promise: Guarantee, algorithm: FedSGM, size: int) -> None:
+    """Raise if the run's compressors lose more than those of the theorem; they may lose less."""
     q, q_0, q_u, is_random = constants(algorithm.uplink, algorithm.downlink, size)
-    told = {"q": (promise.q, q), "q_0": (promise.q_0, q_0), "q_u": (-promise.q_u, -q_u)}
-    for name, (wanted, got) in told.items():
+    compared = {"q": (promise.q, q), "q_0": (promise.q_0, q_0), "q_u": (-promise.q_u, -q_u)}
+    for name, (wanted, got) in compared.items():
         if got < wanted - 1e-12 * abs(wanted):
             raise InvalidInput(
                 f"{promise.theorem} is about compressors with {name} = {abs(wanted):g}; the run's "

@@ -1,4 +1,4 @@
-"""Constants of a problem that theorems ask for, from a look at sampled points.
+"""Estimates of the constants that theorems need, from values at sampled points.
 
 | here | papers | how |
 |---|---|---|
@@ -10,19 +10,18 @@
 | `constraint_noise` | σ_b/√N_b | likewise, of a minibatch constraint value |
 | `lowest_constraint` | g(w_feas) | smallest g seen |
 
-What was seen at some points is no proof about all: true suprema may be larger.
+Values at some points prove nothing about all points: the true suprema may be larger.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
@@ -32,12 +31,36 @@ from fedsolve.problem.domains import Domain
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.evaluation import client_values
-from fedsolve.theory.gradients import check_functions, client_gradients
+from fedsolve.theory.gradients import Rows, check_functions, client_gradients
+from fedsolve.types import PRNGKey, Vector
+
+Evaluations = tuple[Rows, Rows, Float[Array, " n"]]  # ∇f_j(w), ∇g_j(w) and g_j(w)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimates:
-    """Constants seen at `points` points of X (`draws` minibatches at each); not proofs."""
+    """Constants of a problem, estimated at sampled points of X.
+
+    Args:
+        distance: D, the largest distance from the initial parameters within X, or the `radius`
+            of the search where that is smaller.
+        diameter: The diameter of X, or of the ball that was searched.
+        lipschitz: G, the largest ‖∇f_j‖ or ‖∇g_j‖ seen.
+        sigma: σ, the largest half range of the g_j(w) seen.
+        gradient_noise: σ_ξ, the largest error of a minibatch gradient seen; None without
+            minibatches.
+        constraint_noise: σ_b/√N_b, the largest error of a minibatch constraint value seen; None
+            without minibatches.
+        lowest_constraint: The smallest g seen.
+        points: How many points were drawn.
+        draws: How many minibatches were drawn at each point.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> found = fs.theory.Estimates(1.0, 2.0, 4.5, 0.1, None, None, -0.3, points=64, draws=8)
+        >>> found.lipschitz
+        4.5
+    """
 
     distance: float
     diameter: float
@@ -57,10 +80,38 @@ def estimate(
     seed: int = 0,
     radius: float | int | None = None,
 ) -> Estimates:
-    """Estimates D, G, σ and the noise of minibatches, at points drawn from X.
+    """Estimate D, G, σ and the noise of minibatches at points drawn from X.
 
-    Half of the points are as far from the start as X allows, half anywhere between, and four lie
-    along ±∇f and ±∇g. Where X is unbounded, `radius` says how far from the start to look.
+    Half of the points are as far from the initial parameters as X allows, half at random
+    distances, and four more lie along ±∇f and ±∇g.
+
+    Args:
+        problem: The problem, whose constraint, if any, must be a mean over clients.
+        points: How many points to draw.
+        draws: How many minibatches to draw at each point, if the problem has a `batch_size`.
+        seed: The seed of the points and minibatches.
+        radius: How far from the initial parameters to search; needed where X is unbounded.
+
+    Returns:
+        The estimates; the true constants may be larger.
+
+    Raises:
+        InvalidInput: If X is unbounded and no `radius` is given, if the constraint is not a mean
+            over clients, or if the problem draws its own data.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedsolve as fs
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: 0.5 * ((data["x"] - w) ** 2).sum(axis=1).mean(),
+        ...     clients={"x": np.array([[[0.0, 0.0]], [[2.0, 1.0]]])},
+        ...     params=np.zeros(2),
+        ...     constraint=lambda w, data: w.sum() - 1.0,
+        ...     domain=fs.Ball(2.0),
+        ... )
+        >>> found = fs.theory.estimate(problem, points=16)
+        >>> found.distance, round(found.lipschitz, 3)
+        (2.0, 4.236)
     """
     check_count("points", points)
     check_count("draws", draws)
@@ -76,7 +127,7 @@ def estimate(
                 "such as Ball."
             )
         reach = distance if radius is None else min(distance, radius)
-        found = _look(placed, jax.random.key(seed), jnp.float64(reach), points, draws)
+        found = _extremes(placed, jax.random.key(seed), jnp.float64(reach), points, draws)
     numbers = {name: float(value) for name, value in found.items()}
     return Estimates(
         distance=reach,
@@ -92,7 +143,7 @@ def estimate(
 
 
 def extent(problem: Problem) -> tuple[float, float]:
-    """sup ‖w_0 − w‖ over X, and its diameter; infinite where X is or does not say."""
+    """Return sup ‖w_0 − w‖ over X and the diameter of X; infinite where unbounded or unknown."""
     if not isinstance(problem.domain, Domain):
         return np.inf, np.inf
     farthest = problem.domain.farthest(problem.start())
@@ -100,7 +151,7 @@ def extent(problem: Problem) -> tuple[float, float]:
 
 
 def check_mean(problem: Problem) -> None:
-    """Refuses a constraint that is not an average of clients' own, as the theorems have it."""
+    """Raise unless the constraint is a mean of clients' g_j, as the theorems assume."""
     check_functions(problem)
     if problem.constraint is not None and not isinstance(problem.constraint, Mean):
         kind = type(problem.constraint).__name__
@@ -110,43 +161,16 @@ def check_mean(problem: Problem) -> None:
 
 
 @eqx.filter_jit
-def _look(
-    problem: Problem, key: Key[Array, ""], reach: Float[Array, ""], points: int, draws: int
-) -> dict[str, Any]:
+def _extremes(
+    problem: Problem, key: PRNGKey, reach: Float[Array, ""], points: int, draws: int
+) -> dict[str, Float[Array, ""]]:
+    """Return the largest (for `lowest`, the smallest) value of each quantity over the points."""
     to_draw, to_place, to_stretch = jax.random.split(key, 3)
     start = problem.start()
+    places = _places(problem, start, to_place, to_stretch, reach, points)
 
-    def whole(w: Any) -> tuple[Any, Any, Any]:
-        """∇f_j(w), ∇g_j(w) and g_j(w), from all samples."""
-        values = client_values(problem, w).get("constraint", jnp.zeros(problem.n))
-        return *client_gradients(problem, w), values
-
-    def drawn(w: Any, key: Any) -> tuple[Any, Any, Any]:
-        """The same from minibatches."""
-
-        def client(index: Int[Array, ""], samples: Samples, key: Any) -> tuple[Any, Any, Any]:
-            one = Client(problem, samples, w, jnp.int32(0), index, key)
-            if one.unconstrained:
-                return one.grad(w), jnp.zeros_like(w), jnp.zeros(())
-            return one.grad(w), one.constraint_grad(w), one.constraint(w)
-
-        keys = jax.random.split(key, problem.n)
-        return jax.vmap(client)(jnp.arange(problem.n), problem.samples, keys)
-
-    here, there, _ = whole(start)
-    slopes = jnp.stack([here.mean(0), -here.mean(0), there.mean(0), -there.mean(0)])
-    random = jax.random.normal(to_place, (points, problem.size))
-    away = jnp.concatenate([random, slopes])
-    away /= jnp.maximum(jnp.linalg.norm(away, axis=1, keepdims=True), 1e-300)
-    stretch = (
-        jnp.where(jnp.arange(len(away)) % 2 == 0, 1, jax.random.uniform(to_stretch, (len(away),)))
-        .at[points:]
-        .set(1)
-    )
-    places = jax.vmap(problem.project)(start + reach * stretch[:, None] * away)
-
-    def at(w: Any, key: Any) -> dict[str, Any]:
-        grads, slopes, values = whole(w)
+    def at(w: Vector, key: PRNGKey) -> dict[str, Float[Array, ""]]:
+        grads, slopes, values = _full_batch(problem, w)
         longest = jnp.maximum(_norms(grads), _norms(slopes))
         found = {
             "lipschitz": jnp.max(longest),
@@ -156,8 +180,8 @@ def _look(
         if problem.batch_size is None:
             return found
 
-        def deviation(key: Any) -> tuple:
-            noisy = drawn(w, key)
+        def deviation(key: PRNGKey) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            noisy = _minibatch(problem, w, key)
             off = jnp.maximum(_norms(noisy[0] - grads), _norms(noisy[1] - slopes))
             return jnp.max(off), jnp.max(jnp.abs(noisy[2] - values))
 
@@ -171,5 +195,48 @@ def _look(
     return largest | {"lowest": -largest["lowest"]}
 
 
-def _norms(rows: Float[Array, "n d"]) -> Float[Array, " n"]:
+def _places(
+    problem: Problem,
+    start: Vector,
+    to_place: PRNGKey,
+    to_stretch: PRNGKey,
+    reach: Float[Array, ""],
+    points: int,
+) -> Float[Array, "places d"]:
+    """Return points of X: random directions at full or random distance, then ±∇f and ±∇g."""
+    here, there, _ = _full_batch(problem, start)
+    slopes = jnp.stack([here.mean(0), -here.mean(0), there.mean(0), -there.mean(0)])
+    random = jax.random.normal(to_place, (points, problem.size))
+    away = jnp.concatenate([random, slopes])
+    away /= jnp.maximum(jnp.linalg.norm(away, axis=1, keepdims=True), 1e-300)
+    stretch = (
+        jnp.where(jnp.arange(len(away)) % 2 == 0, 1, jax.random.uniform(to_stretch, (len(away),)))
+        .at[points:]
+        .set(1)
+    )
+    return jax.vmap(problem.project)(start + reach * stretch[:, None] * away)
+
+
+def _full_batch(problem: Problem, w: Vector) -> Evaluations:
+    """Return ∇f_j(w), ∇g_j(w) and g_j(w) from all samples."""
+    values = client_values(problem, w).get("constraint", jnp.zeros(problem.n))
+    return *client_gradients(problem, w), values
+
+
+def _minibatch(problem: Problem, w: Vector, key: PRNGKey) -> Evaluations:
+    """Return the same from one minibatch of each client."""
+
+    def client(
+        index: Int[Array, ""], samples: Samples, key: PRNGKey
+    ) -> tuple[Vector, Vector, Float[Array, ""]]:
+        one = Client(problem, samples, w, jnp.int32(0), index, key)
+        if one.unconstrained:
+            return one.grad(w), jnp.zeros_like(w), jnp.zeros(())
+        return one.grad(w), one.constraint_grad(w), one.constraint(w)
+
+    keys = jax.random.split(key, problem.n)
+    return jax.vmap(client)(jnp.arange(problem.n), problem.samples, keys)
+
+
+def _norms(rows: Rows) -> Float[Array, " n"]:
     return jnp.linalg.norm(rows, axis=1)

@@ -1,4 +1,4 @@
-"""What FedSGM's theorems ask for and promise.
+"""Assumptions and guarantees of FedSGM's theorems.
 
 Papers: "FedSGM: A Unified Framework …" (here FedSGM; Theorems 1 and 2 in the text are 3 to 8 in its
 Appendix C, 9 is in D, 10 in E) and "Switching Gradient Methods for Constrained Federated
@@ -21,7 +21,7 @@ Optimization" (the forerunner), whose uplink is unbiased.
 
 All of them but Theorem 10 take η = √(D² / (2G²ETΓ)) and an ε that starts with √(2D²G²Γ / (ET)), and
 differ in Γ and in what sampling adds to ε. Where a statement and its proof do not fit together, the
-numbers here are the statement's, and `unchecked` says what the proof leaves open.
+numbers here are the statement's, and `unchecked` lists what the proof leaves open.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ from fedsolve.compression.compressors import Compressor
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 
-Number = float | int
+Real = float | int
 
 
 @dataclasses.dataclass(frozen=True)
-class _Setting:
-    """The constants, by the papers' letters."""
+class _Case:
+    """The constants, by the papers' letters, and what decides which theorem applies.
+
+    `from_compressors`: q, q_0 and q_u were read from compressors; `is_random`: these draw at
+    random.
+    """
 
     D: float
     G: float
@@ -55,10 +59,17 @@ class _Setting:
     q_0: float
     q_u: float
     stochastic: bool
+    from_compressors: bool
+    is_random: bool
 
     @property
-    def of_the_run(self) -> dict[str, Any]:
-        """What a guarantee says of the runs that it is about."""
+    def compressed(self) -> bool:
+        """Whether anything is lost in compression."""
+        return self.q < 1 or self.q_0 < 1 or self.q_u > 0
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Return the fields of a guarantee that a run must match."""
         return {
             "rounds": self.T,
             "local_steps": self.E,
@@ -80,7 +91,10 @@ class _Setting:
         deviation: float = 0.0,
         factor: float = 1.0,
     ) -> Guarantee:
-        """Γ and what the theorem adds to ε; `deviation` is how far Ĝ may be from g."""
+        """Build the guarantee from Γ and from what `sampling` adds to ε.
+
+        `deviation` is how far Ĝ may be from g; `factor` multiplies the first term of ε.
+        """
         D, G, T, E = self.D, self.G, self.T, self.E
         epsilon = factor * sqrt(2 * D**2 * G**2 * gamma / (E * T)) + sampling
         is_sure = sampling == 0
@@ -95,7 +109,7 @@ class _Setting:
             beta=2 / epsilon if self.soft else None,
             multiplier=None,
             unchecked=tuple(unchecked),
-            **self.of_the_run,
+            **self.conditions,
         )
 
 
@@ -119,8 +133,8 @@ PRODUCT = (
 
 def fedsgm(
     *,
-    distance: Number,
-    lipschitz: Number,
+    distance: Real,
+    lipschitz: Real,
     rounds: int,
     local_steps: int = 1,
     clients: int = 1,
@@ -129,26 +143,62 @@ def fedsgm(
     uplink: Compressor | None = None,
     downlink: Compressor | None = None,
     size: int | None = None,
-    q: Number = 1.0,
-    q_0: Number = 1.0,
-    q_u: Number = 0.0,
-    failure: Number = 0.05,
-    sigma: Number | None = None,
-    gradient_noise: Number | None = None,
-    constraint_noise: Number = 0.0,
+    q: Real = 1.0,
+    q_0: Real = 1.0,
+    q_u: Real = 0.0,
+    failure: Real = 0.05,
+    sigma: Real | None = None,
+    gradient_noise: Real | None = None,
+    constraint_noise: Real = 0.0,
     constraint_batch: int = 1,
-    rho: Number | None = None,
-    rho_hat: Number | None = None,
-    feasible_value: Number | None = None,
+    rho: Real | None = None,
+    rho_hat: Real | None = None,
+    feasible_value: Real | None = None,
 ) -> Guarantee:
-    """Step size, tolerance, β and the promised bound, from the theorem that covers the case.
+    """Compute step size, tolerance, β and the bound of the theorem that covers the case.
 
-    Give what the problem has: `distance` D, `lipschitz` G, `clients` n, and with `participants`
-    fewer than that, `sigma`. Compression is given by compressors and the `size` d of what they
-    compress, or by their constants: `q` and `q_0` of contractive ones, `q_u` of an unbiased uplink.
-    With `gradient_noise`, gradients are stochastic (Theorem 9); with `rho`, f is only weakly convex
-    (Theorem 10), which needs `feasible_value` and takes `rho_hat` = 3`rho` unless told.
-    A case that no theorem covers is refused.
+    Compression is given by compressors and the `size` of what they compress, or by their
+    constants `q`, `q_0` and `q_u`. With `gradient_noise`, gradients are stochastic (Theorem 9);
+    with `rho`, f is only weakly convex (Theorem 10).
+
+    Args:
+        distance: D, a bound on ‖w_0 − w*‖, or the diameter of X where clients or data are sampled.
+        lipschitz: G, of every f_j and g_j.
+        rounds: T.
+        local_steps: E.
+        clients: n.
+        participants: m, the clients of a round; None for all.
+        soft: Whether switching is soft.
+        uplink: The compressor of what clients send.
+        downlink: The compressor of what the server sends.
+        size: d, the number of parameters; needed with compressors.
+        q: The contraction of the uplink, in (0, 1]; 1 without compression.
+        q_0: The contraction of the downlink, in (0, 1].
+        q_u: The variance of an unbiased uplink.
+        failure: δ, the probability with which the bound may fail.
+        sigma: σ, where Ĝ(w) − g(w) is σ²/m-sub-Gaussian; needed with fewer participants than
+            clients.
+        gradient_noise: σ_ξ of minibatch gradients.
+        constraint_noise: σ_b of minibatch constraint values.
+        constraint_batch: N_b, the samples of a constraint value.
+        rho: ρ, where f is ρ-weakly convex.
+        rho_hat: ρ̂, the proximal weight; by default 3ρ.
+        feasible_value: g(w_feas) < 0, for Slater's condition; needed with `rho`.
+
+    Returns:
+        The numbers to run FedSGM with, its bounds, and the assumptions that were not checked.
+
+    Raises:
+        InvalidInput: If no theorem covers the case, a constant that the theorem needs is missing,
+            or a number is out of range.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> found = fs.theory.fedsgm(distance=5, lipschitz=4.7, rounds=2000, clients=20)
+        >>> round(found.step_size, 5), round(found.bound, 4)
+        (0.01189, 1.051)
+        >>> found.theorem
+        'FedSGM, Theorem 3 (Theorem 1, full participation)'
     """
     for name, value in (("distance", distance), ("lipschitz", lipschitz)):
         check_positive(name, value)
@@ -164,25 +214,14 @@ def fedsgm(
     check_positive("constraint_noise", constraint_noise, zero=True)
     if not 0 < failure < 1:
         raise InvalidInput(f"failure is a probability between 0 and 1, got {failure}.")
-    for name, value in (("q", q), ("q_0", q_0)):
-        if not 0 < value <= 1:
-            raise InvalidInput(
-                f"{name} is the contraction of a compressor, in (0, 1], got {value}."
-            )
-    named = uplink is not None or downlink is not None
-    if named and (q, q_0, q_u) != (1, 1, 0):
-        raise InvalidInput("Give compressors or their constants (q, q_0, q_u), not both.")
-    is_random = False
-    if named:
-        q, q_0, q_u, is_random = constants(uplink, downlink, size)
+    q, q_0, q_u, is_random = _compression(uplink, downlink, size, q, q_0, q_u)
     m = clients if participants is None else participants
     if m < clients and sigma is None:
         raise InvalidInput(
             "With fewer participants than clients the theorems need sigma: how far a cohort's "
             "constraint may be from everyone's (half the range of the g_j(w) will do)."
         )
-    of_clients = 0.0 if m == clients else float(sigma or 0)
-    case = _Setting(
+    case = _Case(
         D=float(distance),
         G=float(lipschitz),
         T=rounds,
@@ -190,45 +229,52 @@ def fedsgm(
         n=clients,
         m=m,
         delta=failure,
-        sigma=of_clients,
+        sigma=0.0 if m == clients else float(sigma or 0),
         soft=soft,
         q=float(q),
         q_0=float(q_0),
         q_u=float(q_u),
         stochastic=gradient_noise is not None,
+        from_compressors=uplink is not None or downlink is not None,
+        is_random=is_random,
     )
-    compressed = q < 1 or q_0 < 1 or q_u > 0
     if rho is not None:
-        _refuse("f is only weakly convex (Theorem 10)", soft, compressed, gradient_noise)
+        _check_alone("f is only weakly convex (Theorem 10)", case, gradient_noise)
         return _weakly_convex(case, rho, rho_hat, feasible_value)
     if gradient_noise is not None:
-        _refuse("gradients are stochastic (Theorem 9)", soft, compressed)
+        _check_alone("gradients are stochastic (Theorem 9)", case)
         return _stochastic(case, gradient_noise, constraint_noise, constraint_batch)
-    if soft and m < clients:
+    return _convex(case)
+
+
+def _convex(case: _Case) -> Guarantee:
+    """Choose the theorem for convex f_j and full gradients."""
+    partial = case.m < case.n
+    if case.soft and partial:
         raise InvalidInput(
             "No theorem covers soft switching with partial participation; take hard switching, or "
             "all clients."
         )
-    if q_u > 0:
-        if m < clients or q < 1 or q_0 < 1:
+    if case.q_u > 0:
+        if partial or case.q < 1 or case.q_0 < 1:
             raise InvalidInput(
                 "No theorem covers an unbiased uplink with partial participation or with a "
                 "compressed downlink; take all clients and no downlink compression, or a "
                 "contractive uplink such as TopK."
             )
-        return _unbiased(case)
-    if m < clients:
-        if compressed and is_random:
-            raise InvalidInput(
-                "With partial participation Theorem 7 needs deterministic compressors, such as "
-                "TopK; these draw at random."
-            )
-        return _partial(case, named)
-    return _full(case, named, is_random)
+        return _unbiased_uplink(case)
+    if not partial:
+        return _full_participation(case)
+    if case.compressed and case.is_random:
+        raise InvalidInput(
+            "With partial participation Theorem 7 needs deterministic compressors, such as "
+            "TopK; these draw at random."
+        )
+    return _partial_participation(case)
 
 
-def _full(case: _Setting, named: bool, is_random: bool) -> Guarantee:
-    """Theorems 3 and 6 (hard), 5 and 8 (soft)."""
+def _full_participation(case: _Case) -> Guarantee:
+    """Apply Theorems 3 and 6 (hard), 5 and 8 (soft)."""
     E, q, q_0 = case.E, case.q, case.q_0
     compression = 2 * E * sqrt(1 - q) / q + 4 * E * sqrt(10 * (1 - q_0)) / (q_0 * q)
     compressed = compression > 0
@@ -241,8 +287,9 @@ def _full(case: _Setting, named: bool, is_random: bool) -> Guarantee:
     gamma = 2 * E**2 + compression
     unchecked = [CONVEX, NEAR]
     if compressed:
-        unchecked += [NO_PROJECTION] + [EXPECTED] * is_random + [CONTRACTION] * (not named)
-    if case.soft and (proven := _soft_factor(gamma, _needed(E) + compression)) > 1:
+        unchecked += [NO_PROJECTION] + [EXPECTED] * case.is_random
+        unchecked += [CONTRACTION] * (not case.from_compressors)
+    if case.soft and (proven := _soft_factor(gamma, _local_step_cost(E) + compression)) > 1:
         unchecked.append(
             "The statement's ε is less than the one in its proof: with it and β = 2/ε, "
             f"f(w̄) − f* ≤ {proven:.3g} ε is what follows."
@@ -252,8 +299,8 @@ def _full(case: _Setting, named: bool, is_random: bool) -> Guarantee:
     )
 
 
-def _partial(case: _Setting, named: bool) -> Guarantee:
-    """Theorems 4 and 7."""
+def _partial_participation(case: _Case) -> Guarantee:
+    """Apply Theorems 4 and 7."""
     E, n, m, T, D, G = case.E, case.n, case.m, case.T, case.D, case.G
     q, q_0 = case.q, case.q_0
     unchecked = [CONVEX, COMPACT, SAMPLED, ONE_COHORT]
@@ -271,7 +318,7 @@ def _partial(case: _Setting, named: bool) -> Guarantee:
             + (n / m) * 4 * E * sqrt(10 * (1 - q)) / q**2
         )
         sampling += (n / m) * 2 * D * G * sqrt(1 - q) / (q * T)
-        unchecked += [OUTSIDE, PRODUCT] * (q_0 < 1) + [CONTRACTION] * (not named)
+        unchecked += [OUTSIDE, PRODUCT] * (q_0 < 1) + [CONTRACTION] * (not case.from_compressors)
     return case.guarantee(
         f"FedSGM, Theorem {theorem} (Theorem 1, partial participation)",
         gamma,
@@ -281,8 +328,8 @@ def _partial(case: _Setting, named: bool) -> Guarantee:
     )
 
 
-def _unbiased(case: _Setting) -> Guarantee:
-    """The forerunner's Theorems 6 (hard) and 7 (soft), whose proof takes twice the ε."""
+def _unbiased_uplink(case: _Case) -> Guarantee:
+    """Apply the forerunner's Theorems 6 (hard) and 7 (soft), whose proof takes twice the ε."""
     gamma = 2 * case.E**2 + case.E * case.q_u / (2 * case.n)
     number, factor = (7, 2.0) if case.soft else (6, 1.0)
     return case.guarantee(
@@ -293,8 +340,8 @@ def _unbiased(case: _Setting) -> Guarantee:
     )
 
 
-def _stochastic(case: _Setting, noise: Number, of_values: Number, batch: int) -> Guarantee:
-    """Theorem 9: minibatch gradients and constraint values."""
+def _stochastic(case: _Case, noise: Real, of_values: Real, batch: int) -> Guarantee:
+    """Apply Theorem 9: minibatch gradients and constraint values."""
     D, G, T, E, n, m, delta = case.D, case.G, case.T, case.E, case.n, case.m, case.delta
     effective = (
         3 * E**2 * G**2
@@ -322,9 +369,12 @@ def _stochastic(case: _Setting, noise: Number, of_values: Number, batch: int) ->
 
 
 def _weakly_convex(
-    case: _Setting, rho: Number, rho_hat: Number | None, feasible_value: Number | None
+    case: _Case, rho: Real, rho_hat: Real | None, feasible_value: Real | None
 ) -> Guarantee:
-    """Theorem 10. Γ is the proof's; η and ε are the statement's, which rounds it up to 2E²."""
+    """Apply Theorem 10.
+
+    Γ is the proof's; η and ε are the statement's, which rounds it up to 2E².
+    """
     D, G, T, E, m, delta = case.D, case.G, case.T, case.E, case.m, case.delta
     check_positive("rho", rho)
     rho_hat = 3 * rho if rho_hat is None else rho_hat
@@ -347,7 +397,7 @@ def _weakly_convex(
         theorem="FedSGM, Theorem 10 (weakly convex)",
         step_size=sqrt(D**2 / (4 * G**2 * E**3 * T)),
         tolerance=epsilon,
-        gamma=_needed(E),
+        gamma=_local_step_cost(E),
         bound=sqrt((1 + multiplier) * epsilon / (rho_hat - 2 * rho)),
         constraint_bound=epsilon + deviation,
         probability=1 - delta,
@@ -361,17 +411,17 @@ def _weakly_convex(
             "g takes the value given in the relative interior of X (Assumption 9).",
             *([SAMPLED, ONE_COHORT] if m < case.n else []),
         ),
-        **case.of_the_run,
+        **case.conditions,
     )
 
 
-def _needed(E: int) -> float:
-    """What local steps cost in the proofs; the statements round it up to 2E²."""
+def _local_step_cost(E: int) -> float:
+    """Return the cost of local steps in the proofs; the statements round it up to 2E²."""
     return E / 2 + 1 + E**2 / 3
 
 
 def _soft_factor(gamma: float, needed: float) -> float:
-    """By how much f(w̄) − f* may exceed ε = √(2D²G²Γ/(ET)) when β = 2/ε.
+    """Return the factor by which f(w̄) − f* may exceed ε = √(2D²G²Γ/(ET)) when β = 2/ε.
 
     With S = (ε/2)(1 + needed/Γ) for the left side of (20), 1 − σ_t = β(ε − g(w_t)) where both
     gradients are mixed, and a the mean of 1 − σ_t, (20) says f(w̄) − f* ≤ ε − (ε − S)/a + (1 − a)/β.
@@ -380,10 +430,31 @@ def _soft_factor(gamma: float, needed: float) -> float:
     return 1 + max(0.0, 0.5 - sqrt(1 - needed / gamma))
 
 
+def _compression(
+    uplink: Compressor | None,
+    downlink: Compressor | None,
+    size: int | None,
+    q: Real,
+    q_0: Real,
+    q_u: Real,
+) -> tuple[Real, Real, Real, bool]:
+    """Return q, q_0, q_u and whether compressors draw at random, from either way to give them."""
+    for name, value in (("q", q), ("q_0", q_0)):
+        if not 0 < value <= 1:
+            raise InvalidInput(
+                f"{name} is the contraction of a compressor, in (0, 1], got {value}."
+            )
+    if uplink is None and downlink is None:
+        return q, q_0, q_u, False
+    if (q, q_0, q_u) != (1, 1, 0):
+        raise InvalidInput("Give compressors or their constants (q, q_0, q_u), not both.")
+    return constants(uplink, downlink, size)
+
+
 def constants(
     uplink: Compressor | None, downlink: Compressor | None, size: int | None
 ) -> tuple[float, float, float, bool]:
-    """q, q_0, q_u, and whether anything is drawn at random."""
+    """Return q, q_0, q_u, and whether a compressor draws at random."""
     if size is None:
         raise InvalidInput("Compressors' constants depend on the size of w: give size as well.")
     check_count("size", size)
@@ -402,13 +473,19 @@ def constants(
 
 
 def _contraction(name: str, part: Compressor, size: int) -> float:
+    """Return the contraction of a compressor, or raise if it has none."""
     if not part.contractive:
         raise InvalidInput(f"The {name} must be contractive, and {part} is not.")
     return part.contraction(size)
 
 
-def _refuse(case: str, soft: bool, compressed: bool, noise: Any = None) -> None:
-    others = {"soft switching": soft, "compression": compressed, "stochastic gradients": noise}
+def _check_alone(assumption: str, case: _Case, gradient_noise: Real | None = None) -> None:
+    """Raise if the case has a feature that no theorem combines with the assumption."""
+    others = {
+        "soft switching": case.soft,
+        "compression": case.compressed,
+        "stochastic gradients": gradient_noise,
+    }
     for other, given in others.items():
         if given:
-            raise InvalidInput(f"No theorem covers {other} where {case}.")
+            raise InvalidInput(f"No theorem covers {other} where {assumption}.")

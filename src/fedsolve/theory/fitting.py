@@ -1,4 +1,4 @@
-"""A guarantee for a problem at hand: what the user knows, and estimates for the rest."""
+"""A guarantee for a given problem: known constants from the user, estimates for the others."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def fedsgm_for(
     seed: int = 0,
     **known: Any,
 ) -> Guarantee:
-    """`fedsgm` with n, d and X from the problem, and estimates of the constants that are not given.
+    """Call `fedsgm` with n, d and X of the problem, and estimates of the constants not given.
 
-    `unchecked` says which ones are estimates and from how many points.
+    `unchecked` lists the estimates and the number of points that they come from.
     """
     check_kind("problem", problem, Problem)
     check_mean(problem)
@@ -49,45 +49,50 @@ def fedsgm_for(
     stochastic = problem.batch_size is not None
     weakly = "rho" in given
     with jax.enable_x64(True):
-        away, across = extent(problem.on_device(jnp.float64))
-    of_size: list[str] = []
+        farthest, diameter = extent(problem.on_device(jnp.float64))
+    known_facts: list[str] = []
     if "distance" not in given:
-        if not np.isfinite(away):
+        if not np.isfinite(farthest):
             raise InvalidInput(
                 "X is unbounded, so D is unknown: give distance, a bound on ‖w_0 − w*‖, or a "
                 "bounded domain such as Ball."
             )
         by_diameter = partial or stochastic or weakly
-        given["distance"] = across if by_diameter else away
-        of_size = [] if by_diameter else [NEAR]  # known: w* is in X
-    wanted = [("lipschitz", "lipschitz")]
-    if partial:
-        wanted += [("sigma", "sigma")]
-    if stochastic:
-        wanted += [("gradient_noise", "gradient_noise"), ("constraint_noise", "constraint_noise")]
-    if weakly:
-        wanted += [("feasible_value", "lowest_constraint")]
-    missing = [(name, source) for name, source in wanted if name not in given]
+        given["distance"] = diameter if by_diameter else farthest
+        known_facts = [] if by_diameter else [NEAR]  # w* is in X
     if stochastic and "constraint_batch" in given and "constraint_noise" not in given:
         raise InvalidInput(
             "constraint_batch is N_b of a constraint_noise σ_b that is given; an estimate is of "
             "σ_b/√N_b, for the problem's batch_size. Give both, or neither."
         )
-    said: list[str] = []
+    wanted = _estimated_constants(partial, stochastic, weakly)
+    missing = {name: source for name, source in wanted.items() if name not in given}
+    estimated: list[str] = []
     if missing:
-        radius = None if np.isfinite(away) else given["distance"]
-        seen = estimate(problem, points=points, seed=seed, radius=radius)
-        for name, source in missing:
-            given[name] = getattr(seen, source)
-            said.append(
+        radius = None if np.isfinite(farthest) else given["distance"]
+        found = estimate(problem, points=points, seed=seed, radius=radius)
+        for name, source in missing.items():
+            given[name] = getattr(found, source)
+            estimated.append(
                 f"{name} = {given[name]:.6g} is an estimate: the extreme of what was seen at "
                 f"{points} points of X."
             )
     guarantee = fedsgm(
         rounds=rounds, clients=problem.n, participants=participants, size=problem.size, **given
     )
-    known_facts = list(of_size)
     if isinstance(problem.domain, WholeSpace):
         known_facts.append(NO_PROJECTION)
-    open_ones = [sentence for sentence in guarantee.unchecked if sentence not in known_facts]
-    return dataclasses.replace(guarantee, unchecked=tuple(open_ones + said))
+    unknown = [sentence for sentence in guarantee.unchecked if sentence not in known_facts]
+    return dataclasses.replace(guarantee, unchecked=tuple(unknown + estimated))
+
+
+def _estimated_constants(partial: bool, stochastic: bool, weakly: bool) -> dict[str, str]:
+    """Return the constants that the theorem needs, and the fields of `Estimates` to take."""
+    wanted = {"lipschitz": "lipschitz"}
+    if partial:
+        wanted["sigma"] = "sigma"
+    if stochastic:
+        wanted |= {"gradient_noise": "gradient_noise", "constraint_noise": "constraint_noise"}
+    if weakly:
+        wanted["feasible_value"] = "lowest_constraint"
+    return wanted

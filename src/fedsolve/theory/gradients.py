@@ -1,8 +1,6 @@
-"""f, g and their gradients over all samples, as theory looks at a problem."""
+"""f, g and their gradients over all samples, as theory evaluates them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +12,41 @@ from fedsolve.federation.replies import Replies
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.evaluation import client_values, combined
+from fedsolve.types import Vector
 
 Rows = Float[Array, "n d"]
 
 
 def check_functions(problem: Problem) -> None:
-    """Refuses a problem that draws its data: it has no functions f_j and g_j to look at."""
+    """Raise if the problem draws its own data: f_j and g_j are not available as functions then."""
     if type(problem).values is not Problem.values:
         raise InvalidInput(
             f"{type(problem).__name__} draws its own data; theory needs f_j and g_j as functions."
         )
 
 
-def client_gradients(problem: Problem, w: Float[Array, " d"]) -> tuple[Rows, Rows]:
-    """∇f_j(w) and ∇g_j(w) of every client; without a constraint, the latter are zero."""
+def client_gradients(problem: Problem, w: Vector) -> tuple[Rows, Rows]:
+    """Return ∇f_j(w) and ∇g_j(w) of every client; without a constraint, the latter are zero."""
     check_functions(problem)
     constraint, layout = problem.constraint, problem.layout
 
-    def f(w: Any, samples: Samples) -> Float[Array, ""]:
+    def f(w: Vector, samples: Samples) -> Float[Array, ""]:
         return problem.objective(layout.unravel(w), samples)
 
     over = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, problem.samples)
     if constraint is None:
         return over, jnp.zeros_like(over)
-    told = client_values(problem, w)["constraint"]
-    _, focus = constraint.combine(Replies(told, np.ones(problem.n, bool)))
+    measured = client_values(problem, w)["constraint"]
+    _, focus = constraint.combine(Replies(measured, np.ones(problem.n, bool)))
 
-    def g(w: Any, samples: Samples) -> Float[Array, ""]:
+    def g(w: Vector, samples: Samples) -> Float[Array, ""]:
         return constraint.local(layout.unravel(w), samples, focus)
 
     return over, jax.vmap(jax.grad(g), in_axes=(None, 0))(w, problem.samples)
 
 
-def totals(problem: Problem, w: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """f(w) and g(w); without a constraint, g is −1."""
+def totals(problem: Problem, w: Vector) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return f(w) and g(w); without a constraint, g is −1."""
     check_functions(problem)
     found = combined(problem, w, client_values(problem, w))
     return found["objective"], found.get("constraint", -jnp.ones((), w.dtype))

@@ -1,4 +1,4 @@
-"""What IncentFedAvg is promised: step sizes and bounds of Theorems 4.5 and 4.8, Lemma 4.3's rate.
+"""Guarantees of IncentFedAvg: step sizes and bounds of Theorems 4.5 and 4.8, and Lemma 4.3's rate.
 
 Paper: "Incentive-Aware Federated Averaging with Performance Guarantees under Strategic
 Participation", sections 4 and 6.
@@ -28,19 +28,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind, check_positive
 from fedsolve.games import Game
+from fedsolve.types import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
 class Participation:
-    """Lemma 4.3: ‖N̂_r − N*‖ ≤ `distance`·`rate`^r and |p_{i,r} − p_i*| ≤ `delta`·`rate`^r, for the
-    game's step size. `exact` if μ_F and L_F are (otherwise they are estimates)."""
+    """The rate at which contributions settle, by Lemma 4.3.
+
+    ‖N̂_r − N*‖ ≤ `distance`·`rate`^r and |p_{i,r} − p_i*| ≤ `delta`·`rate`^r.
+
+    Args:
+        step_size: γ̃, the step size of the game.
+        rate: ρ.
+        distance: ‖N̂_0 − N*‖.
+        delta: δ_0.
+        exact: Whether μ_F and L_F are exact; otherwise they are estimates.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> found = fs.theory.Participation(1.0, rate=0.5, distance=2.0, delta=0.1, exact=True)
+        >>> found.distance * found.rate**10 < 0.002
+        True
+    """
 
     step_size: float
     rate: float
@@ -51,13 +66,30 @@ class Participation:
 
 @dataclasses.dataclass(frozen=True)
 class IncentGuarantee:
-    """What a theorem asks for, and what it promises then.
+    """Step sizes and bounds of Theorem 4.5 or 4.8.
 
-    - `step_size`, `game_step_size`: γ and γ̃.
-    - `first`: r̂. Promises are about rounds from there to R − 1.
-    - `bound`: on E‖∇f(x̄)‖² at a random iterate (Theorem 4.5), or on E f(x̄_avg) − f* (Theorem 4.8).
-    - `equilibrium_bound`: on E‖N̂_r − N*‖² at a random round.
-    - `largest`: the largest γ that the theorem allows. `unchecked`: what nobody has checked.
+    The bounds are about the rounds from `first` to R − 1.
+
+    Args:
+        theorem: The theorem that applies.
+        step_size: γ.
+        game_step_size: γ̃.
+        first: r̂, the round from which on iterates are averaged.
+        bound: A bound on E‖∇f(x̄)‖² at a random iterate (Theorem 4.5), or on E f(x̄_avg) − f*
+            (Theorem 4.8).
+        equilibrium_bound: A bound on E‖N̂_r − N*‖² at a random round.
+        largest: The largest γ that the theorem allows.
+        participation: The constants of Lemma 4.3.
+        unchecked: The assumptions that were not checked.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> learned = fs.theory.Participation(1.0, rate=0.5, distance=2.0, delta=0.1, exact=True)
+        >>> found = fs.theory.IncentGuarantee(
+        ...     "Theorem 4.5", 0.01, 1.0, 3, 0.2, 0.05, 0.02, learned, ()
+        ... )
+        >>> found.step_size < found.largest
+        True
     """
 
     theorem: str
@@ -71,8 +103,29 @@ class IncentGuarantee:
     unchecked: tuple[str, ...]
 
 
-def participation(game: Game, start: Any, step_size: float | None = None) -> Participation:
-    """Lemma 4.3 for a game and a start N̂_0; with the largest step μ_F/L_F² unless told."""
+def participation(game: Game, start: ArrayLike, step_size: float | None = None) -> Participation:
+    """Compute the rate of Lemma 4.3 for a game and initial contributions.
+
+    Args:
+        game: A strongly monotone game.
+        start: N̂_0, one number for each player.
+        step_size: γ̃; by default μ_F/L_F², the largest that the lemma allows.
+
+    Returns:
+        The rate, with the initial distances that it reduces.
+
+    Raises:
+        InvalidInput: If the game is not strongly monotone, `step_size` is too large, or `start`
+            does not hold one finite number for each player.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> cost = fs.games.LinearCost([0.5, 0.3])
+        >>> game = fs.Game(None, cost, lower=[1, 1], upper=4, regularization=0.1)
+        >>> found = fs.theory.participation(game, start=[2.0, 1.0])
+        >>> round(found.rate, 3), found.distance, found.exact
+        (0.5, 1.0, True)
+    """
     check_kind("game", game, Game)
     begin = game.check_profile(start)
     constants = game.monotonicity()
@@ -101,7 +154,7 @@ def participation(game: Game, start: Any, step_size: float | None = None) -> Par
 
 def incentfedavg(
     game: Game,
-    start: Any,
+    start: ArrayLike,
     rounds: int,
     *,
     local_steps: int,
@@ -114,11 +167,43 @@ def incentfedavg(
     game_step_size: float | None = None,
     step_size: float | int | None = None,
 ) -> IncentGuarantee:
-    """γ, γ̃ and the promised bounds.
+    """Compute γ, γ̃ and the bounds of Theorem 4.5 or 4.8.
 
-    With `gap`, f(x̄) − f* at round r̂ or a bound on it: Theorem 4.5 (smooth, not convex). With
-    `distance`, ‖x̄ − x*‖ there, and `optimum_gradients`, Σ ‖∇f_i(x*)‖²: Theorem 4.8 (convex).
-    γ is 1/√(RH), as in their parts (ii), or the largest that is allowed where that is less.
+    With `gap`: Theorem 4.5 (smooth, not convex). With `distance` and `optimum_gradients`:
+    Theorem 4.8 (convex).
+
+    Args:
+        game: A strongly monotone game.
+        start: N̂_0, one number for each player.
+        rounds: R.
+        local_steps: H.
+        smoothness: L, of every f_i.
+        noise: ν, of stochastic gradients.
+        dissimilarity: G and B.
+        gap: f(x̄) − f* at round r̂, or a bound on it.
+        distance: ‖x̄ − x*‖ at round r̂.
+        optimum_gradients: Σ ‖∇f_i(x*)‖².
+        game_step_size: γ̃; by default the largest that Lemma 4.3 allows.
+        step_size: γ; by default 1/√(RH), as in the theorems' parts (ii), or the largest that is
+            allowed where that is less.
+
+    Returns:
+        The step sizes, the bounds, and the assumptions that were not checked.
+
+    Raises:
+        InvalidInput: If not exactly one of `gap` and `distance` is given, a number is out of
+            range, a step size is too large, or the rounds are too few for contributions to settle.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> cost = fs.games.LinearCost([0.5, 0.3])
+        >>> game = fs.Game(None, cost, lower=[1, 1], upper=4, regularization=0.1)
+        >>> found = fs.theory.incentfedavg(
+        ...     game, [2.0, 1.0], rounds=1000, local_steps=2, smoothness=1.0, noise=0.1,
+        ...     dissimilarity=(1.0, 2.0), gap=1.0,
+        ... )
+        >>> found.theorem, found.first, round(found.step_size, 4)
+        ('Theorem 4.5', 4, 0.0143)
     """
     for name, value in (("rounds", rounds), ("local_steps", local_steps)):
         check_count(name, value)
@@ -133,80 +218,167 @@ def incentfedavg(
         raise InvalidInput(f"In the convex case B is at least 1 (Lemma 6.5), got {B:g}.")
     check_positive("gap" if distance is None else "distance", gap or distance or 0.0, zero=True)
 
-    m, H, R, L, nu = game.players, local_steps, rounds, float(smoothness), float(noise)
     learned = participation(game, start, game_step_size)
-    rho, delta = learned.rate, learned.delta
+    constants = _Constants(
+        m=game.players,
+        H=local_steps,
+        R=rounds,
+        L=float(smoothness),
+        nu=float(noise),
+        G=G,
+        B=B,
+        rho=learned.rate,
+        delta=learned.delta,
+    )
     convex = distance is not None
-    if convex:
-        reach = max(delta * (4 * m * L * B**2) ** (2 / 3), delta)
-        slow = m * H * math.sqrt(delta) / (1 - math.sqrt(rho))
-        limits = [1 / (16 * L), 1 / (2 * m * L), 1 / (math.sqrt(3) * H * L)]
-        limits += [1 / (slow + 24 * L * H * B * math.sqrt(m))]
-        limits += [1 / (16 * L * m**2 * B**2 * delta)] if delta else []
-    else:
-        reach = math.sqrt(17) * m * delta * B
-        slow = 0.0
-        limits = [1 / (32 * L), 1 / (math.sqrt(3) * H * L)]
-        limits += [math.sqrt(2 / 153) / (m * B * H * L)] if B else []
-    first = max(0, math.ceil(math.log(reach) / math.log(1 / rho))) if reach > 0 else 0
-    if first > R - 1:
-        raise InvalidInput(
-            f"{R} rounds are too few: the participation has to settle first, and promises begin "
-            f"after round {first}."
-        )
+    reach, limits = constants.convex_limits() if convex else constants.smooth_limits()
+    first = constants.first_round(reach)
     largest = min(limits)
-    gamma = min(largest, 1 / math.sqrt(R * H)) if step_size is None else float(step_size)
+    gamma = min(largest, 1 / math.sqrt(rounds * local_steps))
+    gamma = gamma if step_size is None else float(step_size)
     check_positive("step_size", gamma)
     if gamma > largest * (1 + 1e-12):
         raise InvalidInput(f"step_size {gamma:g} is above {largest:.6g}, the most allowed here.")
-
-    steps = (R - first) * H
-    settled = (rho ** (2 * first) - rho ** (2 * R)) / ((1 - rho**2) * (R - first))
-    if convex:
-        bound = (
-            4 * float(distance) ** 2 / (gamma * steps)
-            + 72 * gamma**2 * L * (nu**2 + m * G**2) * H**2
-            + 4 * gamma * nu**2
-            + 16 * gamma * m**2 * delta**2 * G**2 * H / (steps * (1 - rho**2))
-            + 4 * delta**1.5 * (m * G**2 + float(optimum_gradients)) * H / (steps * (1 - rho**1.5))
-        ) / (1 - slow * gamma)
+    if distance is not None:
+        bound = constants.convex_bound(gamma, first, float(distance), float(optimum_gradients))
     else:
-        bound = (
-            16 * float(gap or 0.0) / (gamma * steps)
-            + 8 * L * gamma * nu**2
-            + 76.5 * (nu**2 + m * G**2) * m * L**2 * H**2 * gamma**2
-            + 16 * m**2 * delta**2 * G**2 * (1 + 2 * L * gamma) * settled
-        )
-    unchecked = ["L, ν, G and B hold wherever the run goes."]
-    if first > 0:
-        what = "‖x̄ − x*‖" if convex else "f(x̄) − f*"
-        unchecked.append(f"{what} after round r̂ = {first}, known only then, is what was given.")
-    if H > 1:
-        unchecked.append(
-            "Every step's gradient is unbiased, whatever was drawn before (Assumption 2.1): but a "
-            "round's steps are on one subset of a client's samples."
-        )
-    if convex:
-        unchecked.append("Every f_i is convex and has a minimiser.")
-    if not learned.exact:
-        unchecked.append("μ_F and L_F are estimates.")
+        bound = constants.smooth_bound(gamma, first, float(gap or 0.0))
     return IncentGuarantee(
         theorem="Theorem 4.8" if convex else "Theorem 4.5",
         step_size=gamma,
         game_step_size=learned.step_size,
         first=first,
         bound=bound,
-        equilibrium_bound=settled * learned.distance**2,
+        equilibrium_bound=constants.settled(first) * learned.distance**2,
         largest=largest,
         participation=learned,
-        unchecked=tuple(unchecked),
+        unchecked=_unchecked(convex, first, local_steps, learned.exact),
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Constants:
+    """The constants of Theorems 4.5 and 4.8, by the paper's letters, and the theorems' formulas."""
+
+    m: int
+    H: int
+    R: int
+    L: float
+    nu: float
+    G: float
+    B: float
+    rho: float
+    delta: float
+
+    def smooth_limits(self) -> tuple[float, list[float]]:
+        """Return the `reach` for r̂ (see `first_round`) and the upper limits on γ of Theorem 4.5."""
+        m, H, L, B = self.m, self.H, self.L, self.B
+        reach = math.sqrt(17) * m * self.delta * B
+        limits = [1 / (32 * L), 1 / (math.sqrt(3) * H * L)]
+        limits += [math.sqrt(2 / 153) / (m * B * H * L)] if B else []
+        return reach, limits
+
+    def convex_limits(self) -> tuple[float, list[float]]:
+        """Return the `reach` for r̂ (see `first_round`) and the upper limits on γ of Theorem 4.8."""
+        m, H, L, B, delta = self.m, self.H, self.L, self.B, self.delta
+        reach = max(delta * (4 * m * L * B**2) ** (2 / 3), delta)
+        limits = [1 / (16 * L), 1 / (2 * m * L), 1 / (math.sqrt(3) * H * L)]
+        limits += [1 / (self.slow + 24 * L * H * B * math.sqrt(m))]
+        limits += [1 / (16 * L * m**2 * B**2 * delta)] if delta else []
+        return reach, limits
+
+    @property
+    def slow(self) -> float:
+        """The coefficient of γ in the factor 1/(1 − γ `slow`) of Theorem 4.8."""
+        return self.m * self.H * math.sqrt(self.delta) / (1 - math.sqrt(self.rho))
+
+    def first_round(self, reach: float) -> int:
+        """Return r̂, the first round with `reach` · ρ^r̂ ≤ 1; raise if it is not before the last."""
+        first = max(0, math.ceil(math.log(reach) / math.log(1 / self.rho))) if reach > 0 else 0
+        if first > self.R - 1:
+            raise InvalidInput(
+                f"{self.R} rounds are too few: the participation has to settle first, and promises "
+                f"begin after round {first}."
+            )
+        return first
+
+    def settled(self, first: int) -> float:
+        """Return the mean of ρ^{2r} over the rounds from r̂ to R − 1."""
+        rho, R = self.rho, self.R
+        return (rho ** (2 * first) - rho ** (2 * R)) / ((1 - rho**2) * (R - first))
+
+    def smooth_bound(self, gamma: float, first: int, gap: float) -> float:
+        """Return the bound of Theorem 4.5 on E‖∇f(x̄)‖²."""
+        m, H, L, nu, G, delta = self.m, self.H, self.L, self.nu, self.G, self.delta
+        steps = (self.R - first) * H
+        return (
+            16 * gap / (gamma * steps)
+            + 8 * L * gamma * nu**2
+            + 76.5 * (nu**2 + m * G**2) * m * L**2 * H**2 * gamma**2
+            + 16 * m**2 * delta**2 * G**2 * (1 + 2 * L * gamma) * self.settled(first)
+        )
+
+    def convex_bound(
+        self, gamma: float, first: int, distance: float, optimum_gradients: float
+    ) -> float:
+        """Return the bound of Theorem 4.8 on E f(x̄_avg) − f*."""
+        m, H, L, nu, G = self.m, self.H, self.L, self.nu, self.G
+        rho, delta = self.rho, self.delta
+        steps = (self.R - first) * H
+        return (
+            4 * distance**2 / (gamma * steps)
+            + 72 * gamma**2 * L * (nu**2 + m * G**2) * H**2
+            + 4 * gamma * nu**2
+            + 16 * gamma * m**2 * delta**2 * G**2 * H / (steps * (1 - rho**2))
+            + 4 * delta**1.5 * (m * G**2 + optimum_gradients) * H / (steps * (1 - rho**1.5))
+        ) / (1 - self.slow * gamma)
+
+
+def _unchecked(convex: bool, first: int, local_steps: int, exact: bool) -> tuple[str, ...]:
+    """Return the assumptions of the theorem that nothing here checks."""
+    unchecked = ["L, ν, G and B hold wherever the run goes."]
+    if first > 0:
+        what = "‖x̄ − x*‖" if convex else "f(x̄) − f*"
+        unchecked.append(f"{what} after round r̂ = {first}, known only then, is what was given.")
+    if local_steps > 1:
+        unchecked.append(
+            "Every step's gradient is unbiased, whatever was drawn before (Assumption 2.1): but a "
+            "round's steps are on one subset of a client's samples."
+        )
+    if convex:
+        unchecked.append("Every f_i is convex and has a minimiser.")
+    if not exact:
+        unchecked.append("μ_F and L_F are estimates.")
+    return tuple(unchecked)
+
+
 def convex_dissimilarity(
-    weights: Any, smoothness: float | int, optimum: float | int, own_optima: Any
+    weights: ArrayLike,
+    smoothness: float | int,
+    optimum: float | int,
+    own_optima: ArrayLike,
 ) -> tuple[float, float]:
-    """G and B of Lemma 6.5: for convex f_i ≥ 0 with weights p*, from f* and every client's f_i*."""
+    """Compute G and B of Lemma 6.5, for convex f_i ≥ 0.
+
+    Args:
+        weights: p*, the clients' weights at the equilibrium.
+        smoothness: L, of every f_i.
+        optimum: f*.
+        own_optima: f_i*, the least value of every f_i.
+
+    Returns:
+        G and B.
+
+    Raises:
+        InvalidInput: If the weights are not positive or do not add up to 1, their number differs
+            from that of the optima, or one of the optima is negative.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> G, B = fs.theory.convex_dissimilarity([0.5, 0.5], 2.0, 0.4, [0.1, 0.3])
+        >>> round(G, 4), B
+        (0.8944, 1.0)
+    """
     p, own = np.asarray(weights, float), np.asarray(own_optima, float)
     if p.shape != own.shape or p.ndim != 1 or (p <= 0).any() or not np.isclose(p.sum(), 1):
         raise InvalidInput("weights must be positive and add up to 1, one for each of own_optima.")

@@ -1,0 +1,44 @@
+"""Spans of rounds between evaluations, and the chunks of them that one call computes."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int
+
+SLOTS = 100  # spans in one call of the compiled program
+Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
+
+
+def spans_of(first: int, rounds: int, every: int) -> Spans:
+    """Return the spans between evaluations, from round `first` on."""
+    stops = np.append(np.arange((first // every + 1) * every, rounds, every), rounds)
+    starts = np.append(first, stops[:-1])
+    return np.stack([starts, stops, np.ones_like(stops)], axis=1).astype(np.int32)
+
+
+def padded(spans: Spans) -> Spans:
+    """Add empty spans up to the number that the program is compiled for."""
+    return np.concatenate([spans, np.zeros((SLOTS - len(spans), 3), np.int32)])
+
+
+def split(spans: Spans, budget: int) -> tuple[Spans, Spans]:
+    """Take at most `SLOTS` spans and `budget` rounds; the last span may be truncated.
+
+    Returns the spans that are taken, and the rest.
+    """
+    last = int(spans[0, 0]) + budget
+    now = spans[: min(SLOTS, 1 + int(np.sum(spans[:-1, 1] < last)))].copy()
+    rest = spans[len(now) :]
+    start, stop, look = now[-1]
+    if stop > last:
+        now[-1] = start, last, 0
+        rest = np.concatenate([np.asarray([[last, stop, look]], np.int32), rest])
+    return now, rest
+
+
+def until(spans: Spans, stop: int) -> Spans:
+    """Return the part of the spans up to a round, with an evaluation there."""
+    kept = np.asarray([(a, min(b, stop), c) for a, b, c in spans if a < stop], np.int32)
+    kept = kept.reshape(-1, 3)
+    kept[-1:, 2] = 1
+    return kept

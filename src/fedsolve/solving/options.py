@@ -1,0 +1,139 @@
+"""The options of a run, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from fedsolve.algorithms.base import Algorithm
+from fedsolve.errors import InvalidInput
+from fedsolve.federation.clock import Clock, check_clock
+from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
+from fedsolve.federation.state import State
+from fedsolve.fields import check_count, check_kind
+from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.history import History
+from fedsolve.runtimes.sharding import Devices, mesh_of
+from fedsolve.solving.checkpoint import Checkpoint, fingerprint, how_often, load
+from fedsolve.solving.stopping import check_stop, for_problem
+from fedsolve.types import Table
+
+RUNTIMES = ("compiled", "debug", "streamed")
+Progress = Callable[[int, int, History], object]  # rounds done, rounds, newest entries
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run is told beside its problem and its algorithm; see `fedsolve.solve`."""
+
+    rounds: int
+    seed: int = 0
+    evaluate_every: int = 1
+    runtime: str = "compiled"
+    precision: str | None = None
+    clients_at_once: int | None = None
+    arrivals: Arrivals | None = None
+    checkpoint: str | Path | None = None
+    checkpoint_every: int | str | None = None
+    resume: State | Checkpoint | str | Path | None = None
+    stop: Stop | None = None
+    progress: Progress | None = None
+    interrupted: Callable[[], bool] | None = None
+    follow: Mapping[str, Callable] | None = None
+    clock: Clock | None = None
+    devices: Devices = None
+    store: object = None  # a folder or a mutable mapping
+
+    def check(self, problem: Problem, algorithm: Algorithm) -> None:
+        """Raise if this cannot be run."""
+        check_kind("problem", problem, Problem)
+        check_kind("algorithm", algorithm, Algorithm)
+        check_count("rounds", self.rounds)
+        check_count("evaluate_every", self.evaluate_every)
+        if self.clients_at_once is not None:
+            check_count("clients_at_once", self.clients_at_once)
+        if self.precision not in (None, "float32", "float64"):
+            raise InvalidInput(f'precision must be "float32" or "float64", got {self.precision!r}.')
+        check_stop(self.stop)
+        check_clock(self.clock, problem.n)
+        if self.runtime not in RUNTIMES:
+            raise InvalidInput(
+                f'runtime must be "compiled", "debug" or "streamed", got {self.runtime!r}.'
+            )
+        if self.mesh is not None and self.runtime != "compiled":
+            raise InvalidInput(
+                f"Several devices are for the compiled runtime, not for {self.runtime!r}."
+            )
+        if self.followed and self.runtime == "streamed":
+            raise InvalidInput("The streamed runtime follows f, g and the metrics only.")
+        how_often("checkpoint_every", self.checkpoint_every)
+        algorithm.check(problem)
+
+    def load(self) -> State | Checkpoint | None:
+        """Return what the run goes on from, read from its file if need be."""
+        saved = load(self.resume) if isinstance(self.resume, str | Path) else self.resume
+        if self.runtime == "streamed":
+            self._check_streamed(saved)
+        return saved
+
+    def identity(self, problem: Problem, algorithm: Algorithm) -> Table:
+        """Return what a checkpoint must agree with to belong to this run."""
+        return {
+            "problem": fingerprint(problem),
+            "algorithm": fingerprint(algorithm),
+            "seed": self.seed,
+            "evaluate_every": self.evaluate_every,
+            "precision": self.precision,
+            "follow": fingerprint(self.followed),
+            "clock": None if self.clock is None else fingerprint(self.clock),
+        }
+
+    def of_rounds(self, problem: Problem) -> RoundOptions:
+        """Return the options that are part of the compiled program."""
+        return RoundOptions(
+            self.arrivals,
+            self.clients_at_once,
+            for_problem(self.stop, problem),
+            self.followed,
+            self.clock,
+            self.mesh,
+        )
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices over which clients are shared out."""
+        return mesh_of(self.devices)
+
+    @property
+    def followed(self) -> Follow:
+        """What is to be followed, in a form that a compiled program can be kept for."""
+        for name, function in (self.follow or {}).items():
+            if not callable(function):
+                raise InvalidInput(
+                    f"follow[{name!r}] must be a function of (problem, params), got {function!r}."
+                )
+        return tuple((self.follow or {}).items())
+
+    def _check_streamed(self, saved: State | Checkpoint | None) -> None:
+        if self.checkpoint is not None and self.store is None:
+            raise InvalidInput(
+                "A checkpoint of a streamed run needs a store that stays: give store."
+            )
+        if isinstance(saved, State):
+            raise InvalidInput(
+                "A streamed run goes on from its checkpoint; a state has no clients."
+            )
+        if saved is None:
+            return
+        if "store" not in saved.head:
+            raise InvalidInput(f"{saved.path} is not of a streamed run.")
+        if self.store is None:
+            raise InvalidInput(f"{saved.path} goes on with the store that it was made with.")
+        if self.checkpoint is not None and not saved.of(Path(self.checkpoint)):
+            raise InvalidInput(
+                f"A streamed run goes on in its own checkpoint, {saved.path}: a store has the rows"
+                " of one run."
+            )

@@ -1,9 +1,0 @@
-"""What other processes of a test may build by name."""
-
-import fedsolve as fs
-from test_conformance import ALGORITHMS
-
-
-def algorithm(name: str) -> fs.Algorithm:
-    """An algorithm of the conformance list."""
-    return ALGORITHMS[name]

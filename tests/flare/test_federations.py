@@ -1,0 +1,749 @@
+"""Real federations: real processes, real certificates, real losses."""
+
+import datetime
+import inspect
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import typing
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+import fedsolve as fs
+from fedsolve.cli import deploy as commands
+from fedsolve.experiments import config
+from fedsolve.experiments import registry as kinds
+from fedsolve.flare import jobs, processes
+from fedsolve.flare.admin import NoServer
+from fedsolve.flare.job_files import write_job
+from fedsolve.flare.jobs import built
+from fedsolve.flare.kit_checks import check_certificate, check_connection
+from fedsolve.flare.local_federation import local_federation, run_on
+from fedsolve.flare.processes import HOME, OWNER, keep_running
+from fedsolve.flare.provisioning import ADMIN, AUTHORITY, init, make_kits
+from fedsolve.flare.site_config import site_problem
+from fedsolve.storage.arrays import decode, encode
+from tests.support.conformance import ALGORITHMS, KINDS
+from tests.support.mlflow_database import check
+
+# What the sites' processes import by name.
+PROBLEM, ALGORITHM = "tests.support.examples:least_squares", "tests.support.deployed:algorithm"
+
+pytestmark = [
+    pytest.mark.xdist_group("flare"),
+    pytest.mark.filterwarnings("ignore"),  # FLARE's own
+]
+
+
+def experiment(rounds, *changes):
+    table = config.read("neyman-pearson")
+    base = [f"run.rounds={rounds}", "run.precision=float64", "problem.clients=6"]
+    for change in [*base, "algorithm.participants=3", *changes]:
+        table = config.override(table, change)
+    return config.resolve("test", table)
+
+
+@pytest.fixture(scope="module")
+def federation():
+    allow = [PROBLEM, ALGORITHM]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        with local_federation(6, 4, lambda news: None, allow) as running:
+            yield running
+
+
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param(False, id="to the end"),
+        pytest.param(True, id="until Ctrl-C", marks=pytest.mark.slow),
+    ],
+)
+def test_one_command_deploys_and_leaves_nothing(tmp_path, stopped):
+    place, scratch = tmp_path / "work", tmp_path / "scratch"
+    place.mkdir()
+    scratch.mkdir()
+    rounds = "100000" if stopped else "4"
+    words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", rounds, "--out", "x"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedsolve", *words],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(scratch), "HOME": str(tmp_path / "home")},
+    )
+    if stopped:
+        wait_until(lambda: any(lines(p) > 3 for p in scratch.rglob("progress.jsonl")))
+        process.send_signal(signal.SIGINT)
+    told, _ = process.communicate(timeout=240)
+    assert process.returncode == (130 if stopped else 0), told[-2000:]
+    assert {p.name for p in (place / "x").iterdir()} >= {"history.csv", "params.safetensors"}
+    status = json.loads((place / "x/run.json").read_text())["status"]
+    assert status == ("interrupted" if stopped else "finished")
+    assert list(scratch.iterdir()) == []
+    assert not list((tmp_path / "home").rglob("*nvflare*"))
+    for other in psutil.process_iter(["cmdline"]):
+        assert str(scratch) not in " ".join(other.info["cmdline"] or [])
+
+
+def wait_until(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def lines(path):
+    return path.read_text().count('"round"') if path.exists() else 0
+
+
+def simulated(wanted, variant=""):
+    problem, algorithm = wanted.cells[variant]
+    return fs.solve(problem, algorithm, seed=wanted.seeds[0], **wanted.options)
+
+
+def assert_same(run, expected):
+    np.testing.assert_allclose(run.params, expected.params, atol=1e-10)
+    # What clients hold back is the sites' own: the server does not know it.
+    assert run.history.keys() == expected.history.keys() - {"uplink_error"}
+    for name in run.history:
+        values = expected.history[name]
+        exact = "bytes" in name or name in ("round", "cohort")
+        np.testing.assert_allclose(
+            run.history[name], values, atol=0 if exact else 1e-10, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(KINDS, id="one of each kind"),
+        pytest.param(tuple(ALGORITHMS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_federation_follows_the_simulation(federation, names):
+    """All in one job."""
+    table = {
+        "problem": {"kind": PROBLEM},
+        "algorithm": {"kind": ALGORITHM, "name": "FedSGM hard"},
+        "run": {"rounds": 20, "precision": "float64"},
+        "variants": {name: {"algorithm.name": name} for name in names},
+    }
+    wanted = config.resolve("same", table)
+    runs = run_on(federation, wanted, f"same-{len(names)}", lambda news: None)
+    assert list(runs) == list(names)
+    for variant, (run,) in runs.items():
+        assert_same(run, simulated(wanted, variant))
+
+
+def job_processes(process):
+    """The processes that a server's or site's process started for jobs."""
+    return [p for p in psutil.Process(process.pid).children(recursive=True) if p.is_running()]
+
+
+def when(federation, run, round, act):
+    """Does something once the run is that far."""
+    path = federation.home(run) / "0/progress.jsonl"
+
+    def watch():
+        wait_until(lambda: lines(path) >= round)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def kill_job(federation, name):
+    for process in job_processes(federation.processes[name]):
+        process.kill()
+
+
+@pytest.mark.slow  # a job of its own; test_flare_protocol kills sites, too
+def test_a_killed_site_does_not_stop_the_others(federation):
+    when(federation, "site-killed", 5, lambda: kill_job(federation, "site-3"))
+    told = []
+    wanted = experiment(30, "algorithm.participants=6", "deploy.deadline=10.0")
+    ((run,),) = run_on(federation, wanted, "site-killed", told.append).values()
+    assert run.rounds == 30
+    rounds = [news for news in told if "round" in news]
+    assert rounds[0]["answered"] == ["site-1", "site-2", "site-3", "site-4"]
+    # Where the rest takes more than a minute, the next job has the lost site again.
+    assert ["site-1", "site-2", "site-4"] in [news["answered"] for news in rounds]
+    assert any("site-3" in news.get("note", "") for news in told)
+    assert np.isfinite(run.history["objective"]).all()
+
+
+@pytest.mark.slow
+def test_a_killed_server_goes_on_to_the_same_bits(federation):
+    """First its job, then the whole server, which is started again: as if nothing was."""
+
+    def kill_server():
+        processes.stop([federation.processes["localhost"]])
+        federation.start_server()
+
+    when(federation, "server-killed", 6, lambda: kill_job(federation, "localhost"))
+    when(federation, "server-killed", 10, kill_server)
+    wanted = experiment(15)
+    told = []
+    ((run,),) = run_on(federation, wanted, "server-killed", told.append).values()
+    assert told.count({"note": "continuing with a new job"}) >= 2
+    assert_same(run, simulated(wanted))
+
+
+@pytest.mark.slow
+def test_all_sites_killed_and_back(federation):
+    """One site of four is lost: the run goes on. Then all: it waits and says so. They come back,
+    the lost one too: it ends well."""
+    sites = [name for name in federation.kits if name.startswith("site")]
+
+    def kill(*names):
+        processes.stop([federation.processes[name] for name in names])
+
+    def come_back():
+        kill(*sites[1:])
+        wait_until(lambda: any("waiting for sites: 0 of 2" in n.get("note", "") for n in told))
+        for name in sites:
+            federation.start_site(name)
+
+    when(federation, "all-killed", 4, lambda: kill(sites[0]))
+    when(federation, "all-killed", 12, come_back)
+    told = []
+    changes = ["algorithm.participants=6", "deploy.deadline=3.0", "deploy.quorum=0.5"]
+    ((run,),) = run_on(federation, experiment(24, *changes), "all-killed", told.append).values()
+    assert run.rounds == 24
+    answered = [len(news["answered"]) for news in told if "round" in news]
+    assert answered[0] == 4
+    assert 3 in answered
+    assert answered[-1] == 4
+    assert np.isfinite(run.history["objective"]).all()
+
+
+@pytest.mark.slow
+def test_the_commands_of_an_owner(tmp_path):
+    """init, server, site, submit, status, stop: as three machines would use them."""
+    (tmp_path / "federation.toml").write_text(
+        f'server = "localhost"\nport = {processes.free_port()}\nsites = ["north", "south"]\n'
+    )
+    environment = os.environ | {
+        "HOME": str(tmp_path / "home"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    (tmp_path / "clinic.py").write_text(
+        "import fedsolve as fs\n\n\ndef screening(clients: int = 4) -> fs.Problem:\n"
+        "    return fs.problems.neyman_pearson(clients=clients)\n"
+    )
+    allow = '[allow]\nproblems = ["clinic:screening"]\n'
+    problem = fs.problems.neyman_pearson(clients=4)
+    np.savez(tmp_path / "north.npz", **{k: v[:3] for k, v in problem.samples.values.items()})
+    (tmp_path / "north.toml").write_text(f'[data]\nloader = "npz"\npath = "north.npz"\n{allow}')
+    (tmp_path / "south.toml").write_text(f"[data]\nshare = [3, 1]\n{allow}")
+    (tmp_path / "server.toml").write_text(allow)
+    started = []
+
+    def start(*words):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedsolve", "deploy", *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    def done(*words):
+        process = start(*words)
+        told, _ = process.communicate(timeout=200)
+        return process.returncode, told
+
+    try:
+        assert done("init", "federation.toml")[0] == 0
+        kits = tmp_path / "kits/fedsolve/prod_00"
+        admin = str(kits / ADMIN)
+        assert "kits has kits for all of these" in done("init", "federation.toml")[1]
+        status, told = done("site", str(kits / "north"), "--data", "north.toml")
+        assert (status, "No server at localhost" in told) == (2, True), told
+        server = start("server", str(kits / "localhost"), "--data", "server.toml")
+        wait_until(lambda: done("status", "--kit", admin)[0] == 0)
+        sites = [start("site", str(kits / n), "--data", f"{n}.toml") for n in ("north", "south")]
+        words = ["--set", "problem.kind=clinic:screening", "--set", "problem.clients=4"]
+        words += ["--set", "algorithm.participants=3", "--set", "deploy.sites=2"]
+        words += ["--set", "run.precision=float64", "--rounds", "5", "--kit", admin]
+        status, told = done(
+            "submit", "neyman-pearson", *words, "--run", "first", "--out", "x", "--track", "mlflow"
+        )
+        assert status == 0, told
+        check(tmp_path / "mlflow.db", tmp_path / "x/history.csv")
+        history = np.genfromtxt(tmp_path / "x/history.csv", delimiter=",", names=True)
+        expected = simulated(experiment(5, "problem.clients=4")).history
+        np.testing.assert_allclose(history["objective"], expected["objective"], atol=1e-10)
+        np.testing.assert_array_equal(history["bytes_up_total"], expected["bytes_up_total"])
+        status, told = done("submit", "neyman-pearson", *words[:-4], *words[-2:], "--run", "first")
+        assert (status, "first belongs to a different experiment" in told) == (2, True), told
+        status, told = done("status", "--kit", admin)
+        assert status == 0
+        assert "site north" in told
+        assert "job first: FINISHED" in told
+        # The server's machine goes down in the middle of a run: one command goes on with it, and
+        # does not wait for a job that FLARE still believes to run.
+        words[words.index("5")] = "80"
+        follower = start("submit", "neyman-pearson", *words, "--run", "second", "--out", "y")
+        home = kits / "localhost/fedsolve/runs/second"
+        wait_until(lambda: lines(home / "0/progress.jsonl") > 3)
+        follower.send_signal(signal.SIGINT)
+        told, _ = follower.communicate(timeout=60)
+        assert (follower.returncode, "--run second" in told) == (130, True), told
+        processes.stop([server])
+        assert not (home / "done").exists()
+        server = start("server", str(kits / "localhost"), "--data", "server.toml", "--kit", admin)
+        wait_until((home / "done").exists, 150)
+        told = map(json.loads, (home / "0/progress.jsonl").read_text().splitlines())
+        assert {entry["round"] for entry in told if "round" in entry} == {*range(1, 81)}
+        status, told = done("stop", "--kit", admin)
+        assert status == 0, told
+        for process in [server, *sites]:
+            process.communicate(timeout=60)
+    finally:
+        processes.stop([process for process in started if process.poll() is None])
+        for process in started:
+            process.stdout.close()
+
+
+def test_only_what_an_owner_allows(tmp_path, monkeypatch):
+    table = json.dumps(experiment(1).resolved | {"problem": {"kind": "os:getcwd"}})
+    with pytest.raises(fs.InvalidInput, match="'os:getcwd' is not on this machine's allow-list"):
+        built(table)
+    (tmp_path / "own.toml").write_text(f'[allow]\nproblems = ["{PROBLEM}"]\n')
+    monkeypatch.setenv(OWNER, str(tmp_path / "own.toml"))
+    with pytest.raises(fs.InvalidInput, match="'os:getcwd' is not on"):
+        built(table)
+    allowed = built(table.replace("os:getcwd", PROBLEM))
+    assert allowed.cells[""][0].n == 6
+    for text, sentence in [
+        ("[allow]\npaths = []\n", "takes `problems` and `algorithms`"),
+        ("[allowed]\n", r"no table \[allowed\]"),
+    ]:
+        (tmp_path / "own.toml").write_text(text)
+        with pytest.raises(fs.InvalidInput, match=sentence):
+            built(table)
+
+
+class Opened:
+    """The files that this process opens while it is told to watch."""
+
+    def __init__(self):
+        self.watching, self.paths = False, []
+        sys.addaudithook(self._see)
+
+    def _see(self, event, arguments):
+        if self.watching and event == "open":
+            self.paths.append(str(arguments[0]))
+
+
+OPENED = Opened()
+
+
+def no_network(*_, **__):
+    raise OSError("no network here")
+
+
+def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
+    """Of all that a configuration can build, whatever takes text: a file of that name is not
+    opened, and what is said does not depend on whether it is there."""
+    digits = {"x": np.zeros((40, 28, 28), np.uint8), "y": np.arange(40) % 10}
+    (tmp_path / "mnist").mkdir()
+    parts = {f"{k}_{part}": v for part in ("train", "test") for k, v in digits.items()}
+    np.savez(tmp_path / "mnist/mnist.npz", **parts)
+    monkeypatch.setenv("FEDSOLVE_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError())
+    )
+    there, missing = str(tmp_path / "there.npy"), str(tmp_path / "gone!.npy")
+    np.save(there, np.ones((3, 6)))
+    seen, files = [], []
+    registries = [kinds.PROBLEMS, kinds.ALGORITHMS, kinds.PARTS, kinds.RULES, {"Clock": fs.Clock}]
+    for registry in registries:
+        for kind, make in registry.items():
+            hints = typing.get_type_hints(make)
+            for name in inspect.signature(make).parameters:
+                takes = (hints.get(name, Any), *typing.get_args(hints.get(name)))
+                if not {str, Path, Any} & set(takes):
+                    continue
+                told = []
+                for path in (there, missing):
+                    OPENED.watching = True
+                    try:
+                        kinds.described({"kind": kind, name: path}, registry, "x", allowed=())[0]()
+                        told.append("built")
+                    except Exception as error:
+                        told.append(f"{type(error).__name__} {error}".replace(path, "it"))
+                    finally:
+                        OPENED.watching = False
+                seen.append(f"{kind}.{name}")
+                files += [seen[-1]] if "which only its owner names" in told[0] else []
+                assert told[0] == told[1], seen[-1]
+                assert there not in OPENED.paths, seen[-1]
+    assert {"images.weights", "sparse_logistic.source", "Trace.rounds", "Clock.up"} <= {*files}
+    assert {"images.dataset", "images.partition", "adult.constraint"} <= {*seen} - {*files}
+    # A machine's own user names files as before.
+    fs.Clock(up=there)
+    assert (
+        kinds.build({"kind": "Trace", "rounds": there}, kinds.PARTS, "x", None)[0].check(6) is None
+    )
+
+
+def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
+    """That they are wrong, not what they hold; its owner reads the rest in the log."""
+    monkeypatch.setenv(HOME, str(tmp_path / "home"))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    (tmp_path / "site.toml").write_text('[data]\nloader = "npz"\npath = "own.npz"\n')
+    hello = encode({"kind": "hello", "total": 0}, {})
+
+    def said(**changes):
+        site = jobs.SiteJob(json.dumps(experiment(1).resolved | changes), "trial")
+        site.start()
+        head, _ = decode(site.answer(0, hello), 0)
+        return head["status"], head.get("reason", "")
+
+    (tmp_path / "own.npz").write_text("patient 4711")
+    told = said()
+    assert told == (
+        "refused",
+        "Its data or its owner's file is not valid; see its log.",
+    )
+    assert "Cannot load" in capfd.readouterr().err
+    (tmp_path / "site.toml").write_text("patient 4711")
+    assert said() == told
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    status, reason = said(problem={"kind": "sparse_logistic", "source": __file__})
+    assert (status, "would be a file here" in reason) == ("refused", True)
+    monkeypatch.setattr(jobs, "built", lambda text: {}["patient-4711"])
+    assert said() == ("refused", "KeyError; see this site's log")
+
+
+@pytest.mark.parametrize("run", ["/etc/x", "../../x", "a/b", ".hidden", "", "x" * 65, "a\n"])
+def test_a_runs_name_is_no_path(tmp_path, monkeypatch, run):
+    monkeypatch.setenv(HOME, str(tmp_path / "a/b/home"))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    before = sorted(tmp_path.rglob("*"))
+    wanted = experiment(1)
+    text = json.dumps(wanted.resolved)
+    site = jobs.SiteJob(text, run)
+    site.start()
+    head, _ = decode(site.answer(0, encode({"kind": "hello", "total": 0}, {})), 0)
+    assert "A run's name has letters" in head["reason"]
+    refused = pytest.raises(fs.InvalidInput, match="A run's name has letters")
+    with refused:
+        jobs.Coordinator(text, run)._all_runs()
+    with refused:
+        write_job(tmp_path, wanted.resolved, run, ["site-1"])
+    with refused:
+        commands.submit(wanted, "", run, None, [])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(HOME, str(tmp_path))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    monkeypatch.setattr(jobs, "PATIENCE", 0.0)
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    hello = encode({"kind": "hello", "total": 0}, {})
+
+    def said(site):
+        site.start()
+        return decode(site.answer(0, hello), 0)[0]
+
+    text = json.dumps(experiment(1).resolved)
+    old, new = jobs.SiteJob(text, "trial"), jobs.SiteJob(text, "trial")
+    assert said(old) == {"status": "ok", "clients": 2}
+    assert said(new)["reason"] == "An older job of this run is still running here."
+    old._alone.close()  # as the end of its process does
+    assert said(new) == {"status": "ok", "clients": 2}
+
+
+@pytest.mark.parametrize("where", ["server", "site-1"])
+def test_a_job_with_code_is_refused(federation, tmp_path, where):
+    """FLARE would let such a job run whatever it names. Each machine refuses it by itself."""
+    path = write_job(tmp_path, experiment(1).resolved, f"code-{where}", ["site-1"])
+    shutil.copytree(path / "app", path / "own")
+    (path / "own/custom").mkdir()
+    mark = tmp_path / "ran"
+    (path / "own/custom/own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
+    for role in ("server", "client"):
+        file = path / f"own/config/config_fed_{role}.json"
+        table = json.loads(file.read_text())
+        table["components"].append({"id": "own", "path": "own.Own", "args": {}})
+        file.write_text(json.dumps(table))
+    meta = json.loads((path / "meta.json").read_text())
+    others = [name for name in meta["deploy_map"]["app"] if name != where]
+    meta["deploy_map"] = {"own": [where], "app": others}
+    (path / "meta.json").write_text(json.dumps(meta))
+    admin = federation.admin
+    job = admin.submit(path)
+    wait_until(lambda: admin.is_over(job), 60)
+    found = admin._do(lambda session: session.get_job_meta(job))
+    (refusal,) = [text for text in found["job_deploy_detail"] if text.startswith(where)]
+    assert "BYOC not permitted" in refusal
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("where", ["server", "site-1"])
+def test_nobody_looks_into_files_from_afar(federation, where):
+    with pytest.raises(NoServer, match="uthoriz"):
+        federation.admin._do(lambda session: session.cat_target(where, file="x.log"))
+
+
+def certificate_for(kits, kit, name, days):
+    """A kit's certificate made anew by the federation's own authority."""
+    authority = json.loads(next(kits.rglob("cert.json")).read_text())
+    root = x509.load_pem_x509_certificate(authority["root_cert"].encode())
+    signer = serialization.load_pem_private_key(authority["root_pri_key"].encode(), None)
+    key = serialization.load_pem_private_key((kit / "startup/client.key").read_bytes(), None)
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
+        .issuer_name(root.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=90))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .sign(signer, hashes.SHA256())
+    )
+    (kit / "startup/client.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+
+
+def test_intruders_are_refused_and_told_why(federation, tmp_path):
+    kits = federation.folder / "kits"
+    kit = federation.kits["site-1"]
+    check_certificate(kit)
+    check_connection(kit)
+    port = int((kit / "startup/fed_client.json").read_text().split("localhost:")[1].split('"')[0])
+    foreign = make_kits(tmp_path / "foreign", "localhost", port, ["site-1"])["site-1"]
+    refusals = {}
+
+    def refused(who, check, place):
+        began = time.monotonic()
+        with pytest.raises(fs.InvalidInput) as caught:
+            check(place)
+        assert time.monotonic() - began < 10
+        refusals[who] = str(caught.value)
+
+    refused("another authority", check_connection, foreign)
+    own_root = (kit / "startup/rootCA.pem").read_bytes()
+    (foreign / "startup/rootCA.pem").write_bytes(own_root)
+    refused("a certificate of another authority", check_connection, foreign)
+    certificate_for(kits, foreign, "site-1", days=-1)
+    refused("an expired certificate, seen here", check_certificate, foreign)
+    refused("an expired certificate, seen by the server", check_connection, foreign)
+    certificate_for(kits, foreign, "site-2", days=1)
+    refused("another site's certificate", check_certificate, foreign)
+    config_file = foreign / "startup/fed_client.json"
+    config_file.write_text(config_file.read_text().replace("localhost:", "127.0.0.1:"))
+    refused("a server under another name", check_connection, foreign)
+    nobody = make_kits(tmp_path / "n", "localhost", processes.free_port(), ["s"])["s"]
+    refused("nobody there", check_connection, nobody)
+    with socket.create_server(("localhost", 0)) as plain:
+        text = (nobody / "startup/fed_client.json").read_text()
+        old = text.split("localhost:")[1].split('"')[0]
+        new = text.replace(f"localhost:{old}", f"localhost:{plain.getsockname()[1]}")
+        (nobody / "startup/fed_client.json").write_text(new)
+        refused("a server without TLS", lambda k: check_connection(k, timeout=1.0), nobody)
+    with socket.create_connection(("localhost", port), 5) as raw:  # plain TCP to our server
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        raw.settimeout(10)
+        assert b"HTTP" not in raw.recv(1000)
+    anyone = ssl.create_default_context(cafile=str(kit / "startup/rootCA.pem"))
+    anyone.set_alpn_protocols(["h2"])
+    with socket.create_connection(("localhost", port), 5) as raw:  # TLS without a certificate
+        try:
+            heard = anyone.wrap_socket(raw, server_hostname="localhost").recv(1)
+        except ssl.SSLError:
+            heard = b""
+        assert heard == b""
+    for who, why in refusals.items():
+        print(f"{who}: {why}")
+    expected = [
+        "is not this kit's server: unable to get local issuer",
+        "rejects this kit's certificate",
+        "certificate of site-1 expired on",
+        "rejects this kit's certificate",
+        "belongs to site-1, but its certificate belongs to site-2",
+        "is not this kit's server: IP address mismatch",
+        "No server at localhost",
+        "does not speak TLS",
+    ]
+    for why, part in zip(refusals.values(), expected, strict=True):
+        assert part in why
+    secrets = [*tmp_path.rglob("*.key"), *kit.parent.rglob("*.key"), *kits.rglob("cert.json")]
+    assert len(secrets) > 8
+    for key in secrets:
+        assert key.stat().st_mode & 0o077 == 0
+
+
+def made(file, folder):
+    return {name: kit.relative_to(folder) for name, kit in init(file, folder).items()}
+
+
+def test_sites_are_added_and_renewed(tmp_path):
+    """By the same authority, without a new kit for anyone else."""
+    file, folder = tmp_path / "federation.toml", tmp_path / "kits"
+    base = 'server = "localhost"\nsites = ["north"%s]\n'
+    file.write_text(base % "")
+    north = init(file, folder)["north"]
+    with pytest.raises(fs.InvalidInput, match="has kits for all of these"):
+        init(file, folder)
+    file.write_text(base % ', "south"')
+    assert made(file, folder) == {"south": Path("fedsolve/prod_01/south")}
+    south = folder / "fedsolve/prod_01/south"
+    roots = [(kit / "startup/rootCA.pem").read_bytes() for kit in (north, south)]
+    assert roots[0] == roots[1]
+    # A certificate that ends soon is made anew, and only that.
+    certificate_for(folder, north, "north", days=30)
+    authority = folder / AUTHORITY
+    kept = json.loads(authority.read_text())
+    kept["north"]["cert"] = (north / "startup/client.crt").read_text()
+    authority.write_text(json.dumps(kept))
+    assert made(file, folder) == {"north": Path("fedsolve/prod_02/north")}
+    check_certificate(folder / "fedsolve/prod_02/north")
+    assert authority.stat().st_mode & 0o077 == 0
+    (folder / "fedsolve/prod_02/north").rename(tmp_path / "renamed")
+    check_certificate(tmp_path / "renamed")  # a kit's folder may be called anything
+    (tmp_path / "other").mkdir()
+    for text, sentence in [
+        ('server = "a"\nsites = "north"\n', "sites must be a list of names"),
+        ('sites = ["north"]\n', "needs `server`"),
+        (base % "", "is not a folder of kits"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(fs.InvalidInput, match=sentence):
+            init(file, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("deploy.deadline=abc", "deploy.deadline must be a number, got 'abc'"),
+        ("deploy.deadline=0", "deploy.deadline must be positive"),
+        ("deploy.quorum=2.0", "deploy.quorum is a part of the clients asked"),
+        ("deploy.quorum=-0.5", "deploy.quorum must be at least 0"),
+        ("deploy.sites=1.5", "deploy.sites must be a whole number"),
+    ],
+)
+def test_a_deployments_own_numbers(change, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        experiment(1, change)
+
+
+def no_such_command(session):
+    session.close()
+    raise OSError("no such command")
+
+
+def test_a_server_that_goes_away_is_told_in_a_sentence(federation):
+    """Whatever a session says of it, in the middle of whatever command; the next one connects."""
+    with pytest.raises(fs.InvalidInput, match="The server does not answer: no such command"):
+        federation.admin._do(no_such_command)
+    assert federation.admin.sites()
+
+
+def test_a_log_is_shown_from_the_start_of_its_process_to_the_end(tmp_path):
+    log, shown = tmp_path / "output.log", []
+    log.write_text("of an earlier process\n")
+    code = "import time; print('first', flush=True); time.sleep(0.5); print('last'); exit(3)"
+
+    def start():
+        with open(log, "ab") as file:
+            return subprocess.Popen([sys.executable, "-c", code], stdout=file)
+
+    assert keep_running(start, log, shown.append) == 3
+    assert shown == ["first", "last"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_a_command_is_the_end_of_its_process(tmp_path, end):
+    """A service manager's stop, a terminal that is closed: it ends, with all that it started."""
+    log, started = tmp_path / "output.log", tmp_path / "started"
+    code = (
+        "import os, subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"open({str(started)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(60)"
+    )
+    command = (
+        "import subprocess, sys; from pathlib import Path; "
+        "from fedsolve.flare.processes import keep_running; "
+        f"start = lambda: subprocess.Popen([sys.executable, '-c', {code!r}]); "
+        f"log = Path({str(log)!r}); log.touch(); sys.exit(keep_running(start, log, print))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", command])
+    wait_until(lambda: started.exists() and len(started.read_text().split()) == 2)
+    family = [int(number) for number in started.read_text().split()]
+    process.send_signal(end)
+    assert process.wait(30) == 0
+    left = [each for each in psutil.process_iter(["status"]) if each.pid in family]
+    assert all(each.info["status"] == psutil.STATUS_ZOMBIE for each in left)
+
+
+def by_rows(path):
+    """An owner's own loader: one client for each line of a file."""
+    rows = np.loadtxt(path, delimiter=",")
+    return {"minority": rows[:, None, :30], "majority": rows[:, None, 30:]}
+
+
+def test_a_sites_own_data(tmp_path):
+    problem = fs.problems.neyman_pearson(clients=4)
+    rows = {k: v[1:3] for k, v in problem.samples.values.items()}
+    np.savez(tmp_path / "own.npz", **rows)
+    (tmp_path / "a.toml").write_text('[data]\nloader = "npz"\npath = "own.npz"\n')
+    (tmp_path / "b.toml").write_text("[data]\nshare = [1, 2]\n")
+    for name in "ab":
+        own = site_problem(problem, Path(tmp_path / f"{name}.toml"))
+        assert own.n == 2
+        np.testing.assert_array_equal(own.samples.values["minority"], rows["minority"])
+    whole = np.random.default_rng(0).standard_normal((3, 60))
+    np.savetxt(tmp_path / "rows.csv", whole, delimiter=",")
+    loader = f'loader = "{__name__}:by_rows"'
+    (tmp_path / "c.toml").write_text(f'[data]\n{loader}\npath = "rows.csv"\n')
+    own = site_problem(problem, tmp_path / "c.toml")
+    np.testing.assert_allclose(own.samples.values["minority"][:, 0], whole[:, :30], rtol=1e-6)
+    np.savez(tmp_path / "uneven.npz", a=np.ones((2, 3)), b=np.ones((3, 3)))
+    (tmp_path / "text.npz").write_text("no arrays")
+    npz = "[data]\nloader = 'npz'\npath = '{}'\n".format
+    for text, sentence in [
+        ("[data]\nshare = [3, 2]\n", "the problem has 4 clients, not 5"),
+        ("[data]\nshare = [0, 0]\n", "share takes a first client from 0 on"),
+        (npz("none.npz"), "Cannot load"),
+        (npz("text.npz"), "Cannot load"),
+        (npz("uneven.npz"), "need their clients on a leading axis, got a"),
+        ("[data]\nloader = 'pickle'\n", "needs `share`"),
+        ("[data]\nloader = 'pickle'\npath = 'x'\n", 'loader takes "npz" or "module:function"'),
+        ("[data]\nloader = 'none:no'\npath = 'x'\n", "No module named 'none'"),
+        ("[data]\nshare = 3\n", "share takes"),
+        ("nothing", "Cannot read"),
+    ]:
+        (tmp_path / "bad.toml").write_text(text)
+        with pytest.raises(fs.InvalidInput, match=sentence):
+            site_problem(problem, tmp_path / "bad.toml")
+    # An owner's mistake is told before anything is started.
+    (tmp_path / "bad.toml").write_text(npz("none.npz"))
+    with pytest.raises(fs.InvalidInput, match="Cannot load"):
+        commands.site(str(tmp_path / "no kit"), str(tmp_path / "bad.toml"))

@@ -1,0 +1,216 @@
+"""`fedsolve reproduce`: the catalogue, a reproduction from the command line, the page of all."""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import fedsolve as fs
+from fedsolve.experiments import config
+from fedsolve.experiments import registry as kinds
+from fedsolve.experiments import run_folder as folder
+from fedsolve.papers import catalogue, reproduce
+from fedsolve.papers import pages as results
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAPERS = {  # every figure and table that the papers have
+    "fedsgm": (7, 2),
+    "fedsgm-unbiased": (1, 0),
+    "ppbc": (9, 6),
+    "incentfedavg": (2, 0),
+    "fedadmm": (5, 1),
+}
+
+
+def test_every_figure_and_table_is_there():
+    expected = {
+        f"{paper}/{kind}-{number}"
+        for paper, counts in PAPERS.items()
+        for kind, count in zip(("figure", "table"), counts, strict=True)
+        for number in range(1, count + 1)
+    }
+    assert catalogue.catalogue().keys() == expected
+
+
+def test_the_list_tells_state_and_cost(fedsolve, monkeypatch):
+    monkeypatch.setattr("fedsolve.cli.main.out.width", 160)
+    for words in (["reproduce"], ["reproduce", "--list"]):
+        status, out, _ = fedsolve(*words)
+        assert status == 0
+        for entry in catalogue.catalogue().values():
+            line = next(line for line in out.splitlines() if f" {entry.name} " in line)
+            assert entry.state in line
+            assert all(cost in line for cost in catalogue.costs(entry))
+
+
+RUNNABLE = [entry for entry in catalogue.catalogue().values() if entry.experiments]
+
+
+@pytest.mark.parametrize("entry", RUNNABLE, ids=lambda entry: entry.name)
+def test_experiments_of_the_catalogue_can_be_built(entry):
+    """Problems that need data by their signature alone, and all algorithms for real."""
+    assert entry.state in catalogue.STATES
+    assert entry.state == "whole" or entry.note
+    for quick in (False, True):
+        variants = set()
+        for table in catalogue.tables(entry, quick).values():
+            assert table["variants"], "no variant is left"
+            variants |= table["variants"].keys()
+            stand_in = {"kind": "neyman_pearson"}
+            for changes in table["variants"].values():
+                for key in [key for key in changes if key.startswith("problem.")]:
+                    table["problem"][key.removeprefix("problem.")] = changes.pop(key)
+            make = kinds.PROBLEMS[table["problem"].pop("kind")]
+            own = {key: value for key, value in table["problem"].items() if key != "pooled"}
+            inspect.signature(make).bind(**own)
+            if table["algorithm"]["kind"] != "IncentFedAvg":  # whose game needs the data
+                config.resolve("x", table | {"problem": stand_in})
+        assert variants >= entry.paper.keys() or quick
+        chosen = (quick and entry.quick.get("variants")) or entry.variants
+        assert variants >= set(chosen)
+
+
+def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):
+    words = ["reproduce", "fedsgm-unbiased/figure-1", "--quick", "-o", "out"]
+    status, told, _ = fedsolve(*words)
+    assert status == 0
+    assert "2 runs, about 18 s on 2 cores" in " ".join(told.split())
+    out, name = tmp_path / "out", "fedsgm-unbiased-figure-1"
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    data = pd.read_csv(out / "data.csv")
+    assert len(data) == 2 * 100
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["command"] == "fedsolve reproduce fedsgm-unbiased/figure-1 --quick"
+    assert summary["size"] == "quick"
+    assert summary["version"] == fs.__version__
+    assert summary["seconds"] > 0
+    for row in summary["numbers"][name]:
+        own = data[data["variant"] == row["variant"]]
+        g = own["constraint"].to_numpy()
+        assert row["objective"] == pytest.approx([own["objective"].tail(20).mean(), 0], rel=1e-5)
+        first = np.flatnonzero(g <= 0.1)[0]
+        assert row["violations"] == [(g[first:] > 0.1).sum(), 0]
+    page = (out / "page.md").read_text()
+    for expected in (f"({name}.png)", "| hard |", "`fedsolve reproduce", "Quick version", "cores"):
+        assert expected in page
+
+    # A reproduction that was stopped goes on from its checkpoints, and comes to the same.
+    own_folder = out / "runs" / name
+    (own_folder / "run.json").write_text('{"status": "running"}')
+    (own_folder / "history.csv").unlink()
+    assert fedsolve(*words)[0] == 0
+    again = json.loads((out / "summary.json").read_text())
+    assert again["numbers"] == summary["numbers"]
+    # What is finished is not run again.
+    before = (own_folder / "history.csv").stat().st_mtime_ns
+    assert fedsolve(*words)[0] == 0
+    assert (own_folder / "history.csv").stat().st_mtime_ns == before
+
+    status, _, told = fedsolve(*words, "--seeds", 2)
+    assert status == 2
+    assert "out is of another reproduction; choose a folder with -o." in told
+
+    (tmp_path / "all").mkdir()
+    out.rename(tmp_path / "all" / "mine")
+    (tmp_path / "found").mkdir()
+    (tmp_path / "all").rename(tmp_path / "found" / "all")
+    status, told, _ = fedsolve("reproduce", "--page", "page.md", "-o", "found")
+    assert status == 0
+    assert "Written to page.md: 1 figures and tables." in told
+    whole = (tmp_path / "page.md").read_text()
+    assert f"](page/fedsgm-unbiased/figure-1/{name}.png)" in whole
+    assert (tmp_path / "page/fedsgm-unbiased/figure-1" / f"{name}.png").is_file()
+    for entry in catalogue.catalogue().values():
+        assert f"[{entry.name}](#" in whole
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fedsgm/figure-11"], "is not a known figure or table; did you mean 'fedsgm/figure-1'?"),
+        (["fedsgm/table-2"], "There is nothing to run for fedsgm/table-2"),
+        (["fedsgm/figure-1", "--seeds", "-1"], "--seeds must be"),
+        (["fedsgm/figure-1", "--seeds", "0"], "--seeds must be"),
+        (["fedsgm/figure-1", "-o", "full"], "full exists and is not empty"),
+        (["fedsgm/figure-1", "--page", "page.md"], "name no figure beside it"),
+        (["--page", "nowhere/page.md"], "Cannot write nowhere/page.md"),
+    ],
+)
+def test_bad_input_is_one_sentence(fedsolve, tmp_path, words, sentence):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    status, _, told = fedsolve("reproduce", *words)
+    assert status == 2
+    assert sentence in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "reproduced").exists()
+
+
+def test_missing_data_are_one_sentence(fedsolve, tmp_path, monkeypatch):
+    def refused(name):
+        raise fs.InvalidInput(f"{name} is neither in FEDSOLVE_DATA nor to be had.")
+
+    monkeypatch.setattr(importlib.import_module("fedsolve.problems.images"), "load", refused)
+    status, _, told = fedsolve("reproduce", "incentfedavg/figure-1", "--quick")
+    assert status == 2
+    assert "mnist is neither in FEDSOLVE_DATA" in told
+    assert not (tmp_path / "reproduced").exists()
+
+
+def test_an_experiment_stopped_before_its_last_variant_is_kept(tmp_path):
+    run = fs.solve(fs.problems.neyman_pearson(clients=5), fs.FedSGM(0.1, 0.05), rounds=2)
+    settings = {"run": {"rounds": 2, "stop": {}}}
+    runs = {"a: k = 1": [run], "b: k = 1": []}
+    folder.save(tmp_path, runs, settings, "interrupted", "Stopped.")
+    assert set(folder.read(tmp_path).table["variant"]) == {"a: k = 1"}
+    assert (tmp_path / "plot.png").is_file()
+
+
+def test_measures():
+    history = {
+        "round": np.arange(10, 101, 10),
+        "constraint": np.array([1.0, 0, 1, 0, 0, 0, 0, 0, 0.2, 0.4]),
+        "reward": np.arange(10.0),
+        "epochs": np.arange(10, 101, 10) // 20,
+        "steps": np.full(10, np.nan),
+    }
+    run = reproduce.Recorded(history, fs.FedSGM(0.1, 0.3), seed=0, allowed=200)
+    for column, expected in {
+        "reward": 8.5,
+        "reward@30": 2,
+        "reward@500": np.nan,
+        "reward@end": 9,
+        "reward@2 epochs": 3,
+        "reward@30 steps": 2,  # only other variants have them: rounds
+        "constraint": 0.3,
+        "over": 0.5,
+        "deviation": 0.1,
+        "violations": 2,
+        "CR": 200,
+        "test_accuracy": np.nan,
+    }.items():
+        assert reproduce.measured(column, run) == pytest.approx(expected, nan_ok=True), column
+
+
+def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):
+    for size in ("full", "quick"):
+        made = tmp_path / "found" / "x" / size
+        made.mkdir(parents=True)
+        facts = {"date": "2026-11-16", "version": "0", "machine": "", "changes": {}, "seconds": 1}
+        facts |= {"command": "x", "pictures": [], "numbers": {}}
+        summary = {"name": "fedsgm/figure-1", "size": size} | facts
+        (made / "summary.json").write_text(json.dumps(summary))
+    assert results.whole_page(tmp_path / "page.md", tmp_path / "found") == ["fedsgm/figure-1"]
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert next(line for line in lines if "fedsgm/figure-1]" in line).endswith("| full |")
+
+
+def test_the_page_of_results_is_what_the_command_writes(tmp_path):
+    """A change of the catalogue or of a summary asks for `fedsolve reproduce --page`."""
+    text, _ = results.whole(DOCS / "results")
+    assert (DOCS / "results.md").read_text() == text

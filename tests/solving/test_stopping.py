@@ -1,0 +1,135 @@
+"""Rules that end a run: in every runtime, at the same round, without tracing again."""
+
+import jax
+import numpy as np
+import pytest
+
+import fedsolve as fs
+from tests.support import examples
+
+ALGORITHM = fs.FedSGM(0.05, participants=3)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return examples.least_squares(constrained=False)
+
+
+@pytest.fixture(scope="module")
+def whole(problem):
+    """A run that nothing stops, with ‖∇f‖² after every round by the rule that asks for it."""
+    never = fs.Stationary(below=1e-30)
+    return fs.solve(problem, ALGORITHM, rounds=160, precision="float64", stop=never)
+
+
+def test_the_history_keeps_the_squared_gradient_over_all_clients(problem, whole):
+    clients = examples.least_squares_clients(problem)
+    slope = np.mean([gradient(whole.params) for gradient, _, _ in clients], axis=0)
+    np.testing.assert_allclose(whole.history["squared_gradient"][-1], slope @ slope, rtol=1e-9)
+    assert whole.rounds == 160
+
+
+@pytest.mark.parametrize("position", [0, 40, 130])
+def test_stops_after_the_first_round_that_is_good_enough(problem, whole, position):
+    """Also beyond the slots of one call of the program."""
+    norms = whole.history["squared_gradient"]
+    below = norms[: position + 1].min() * (1 + 1e-9)
+    expected = int(np.argmax(norms < below)) + 1
+    run = fs.solve(
+        problem, ALGORITHM, rounds=160, precision="float64", stop=fs.Stationary(below=below)
+    )
+    assert run.rounds == len(run.history["round"]) == expected
+    for name, values in run.history.items():
+        np.testing.assert_array_equal(values, whole.history[name][:expected], err_msg=name)
+    assert "stopped" not in run.history
+
+
+def test_a_user_s_rule_in_every_runtime(problem, whole):
+    target = whole.history["objective"][5]
+
+    def good_enough(entry):
+        return entry["objective"] <= target
+
+    options = {"rounds": 30, "precision": "float64", "stop": good_enough}
+    run = fs.solve(problem, ALGORITHM, **options)
+    expected = int(np.argmax(whole.history["objective"] <= target)) + 1
+    assert run.rounds == expected
+    seldom = fs.solve(problem, ALGORITHM, evaluate_every=4, **options)
+    assert seldom.rounds == 4 * -(-expected // 4)
+    debug = fs.solve(problem, ALGORITHM, runtime="debug", **options)
+    assert debug.rounds == expected
+    np.testing.assert_allclose(debug.params, run.params, rtol=1e-10)
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(problem, whole):
+    below = whole.history["squared_gradient"][3]
+    options = {"precision": "float64", "stop": fs.Stationary(below=float(below) * 1.001)}
+    run = fs.solve(problem, ALGORITHM, 160, **options)
+    options["stop"] = fs.Stationary(below=1e-30)
+    rest = fs.solve(problem, ALGORITHM, 160, resume=run.state, **options)
+    np.testing.assert_array_equal(rest.params, whole.params)
+
+
+def test_each_run_of_a_sweep_stops_by_itself(problem):
+    target = fs.Reached(1.02 * fs.solve(problem, ALGORITHM, rounds=150).history["objective"].min())
+    options = {"rounds": 150, "precision": "float64", "stop": target}
+    swept = fs.sweep(problem, ALGORITHM, seeds=[0, 1], step_size=[0.05, 0.01], **options)
+    found = [run.rounds for run in swept.runs]
+    assert len(set(found)) > 2
+    for run in swept.runs:
+        alone = fs.FedSGM(run.settings["step_size"], participants=3)
+        expected = fs.solve(problem, alone, seed=run.seed, **options)
+        assert expected.rounds == run.rounds == len(run.history["round"])
+        np.testing.assert_allclose(run.params, expected.params, rtol=1e-9)
+        for a, b in zip(jax.tree.leaves(run.state), jax.tree.leaves(expected.state), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_rules_that_must_know_the_problem(problem):
+    """f* is lstsq's, (30)'s tolerance is the problem's own; and the same in solve and sweep."""
+    data = problem.samples.values
+    rows = data["inputs"].reshape(-1, 5)
+    best = np.linalg.lstsq(rows, data["targets"].ravel(), rcond=None)[0]
+    f = 0.5 * np.mean((rows @ best - data["targets"].ravel()) ** 2)
+    near = fs.NearOptimum(within=0.1)
+    np.testing.assert_allclose(near.of(problem).objective, f + 0.1 * (1 + f), rtol=1e-9)
+    below = fs.StationaryForSize(accuracy=1e-2, test="code").of(problem).below
+    assert below == fs.theory.fedadmm.tolerance(problem, 1e-2, "code")
+    one = fs.solve(problem, ALGORITHM, 160, stop=near)
+    assert one.rounds < 160
+    assert one.history["objective"][-1] <= f + 0.1 * (1 + f) < one.history["objective"][-2]
+    swept = fs.sweep([problem, problem], ALGORITHM, 160, stop=near)
+    assert [run.rounds for run in swept.runs] == [one.rounds] * 2
+    assert list(swept.table["instance"]) == [0, 1]
+
+
+def test_another_tolerance_traces_nothing(problem):
+    traces = []
+
+    def counted(w, data):
+        traces.append(1)
+        return examples.quadratic(w, data)
+
+    same = fs.Problem(counted, problem.samples.values, np.zeros(5))
+    fs.solve(same, ALGORITHM, rounds=3, stop=fs.Stationary(below=1e-3))
+    once = len(traces)
+    fs.solve(same, ALGORITHM, rounds=200, stop=fs.Stationary(below=1e-5))
+    assert len(traces) == once
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: fs.Stationary(below=0.0), "below must be positive"),
+        (lambda: fs.Reached("soon"), "objective must be a number"),
+        (lambda: fs.NearOptimum(0.0), "within must be positive"),
+        (lambda: fs.NearOptimum().of(examples.least_squares()), "without constraint only"),
+        (
+            lambda: fs.solve(examples.least_squares(), ALGORITHM, 3, stop=fs.Stationary),
+            "stop must be a rule",
+        ),
+    ],
+)
+def test_what_is_no_rule_gets_a_sentence(make, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        make()

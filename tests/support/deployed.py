@@ -1,0 +1,9 @@
+"""What other processes of a test may build by name."""
+
+import fedsolve as fs
+from tests.support.conformance import ALGORITHMS
+
+
+def algorithm(name: str) -> fs.Algorithm:
+    """An algorithm of the conformance list."""
+    return ALGORITHMS[name]

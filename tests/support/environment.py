@@ -1,0 +1,15 @@
+"""What JAX and Matplotlib must know before they start; import this first."""
+
+import os
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+# Workers, and the processes that tests start, need not compile what another one has compiled.
+programs = Path(__file__).parents[2] / ".pytest_cache" / "programs"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+# Most of the tests' time is compiling, and LLVM's part of it serves programs that run for longer.
+# As users compile: JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
