@@ -11,6 +11,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 from fedsolve import (
     algorithms,
     compression,
+    experiments,
     games,
     local_updates,
     models,
@@ -75,6 +76,7 @@ __all__ = [
     "Tracker",
     "WholeSpace",
     "datasets",
+    "experiments",
     "games",
     "models",
     "participation",

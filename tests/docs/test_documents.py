@@ -20,7 +20,7 @@ import fedsolve as fs
 from fedsolve.cli import main as cli
 from fedsolve.experiments import config
 from fedsolve.flare.site_config import check_data
-from fedsolve.papers import reproduce
+from fedsolve.papers import catalogue
 from tests.support import examples
 from tests.support.documents import ROOT, blocks
 
@@ -280,7 +280,7 @@ def test_commands_that_are_shown_exist(page):
             elif name == "deploy" and (told["local"] or told["what"] == "submit"):
                 check_experiment(told["target"] or told["what"], told["set"])
             elif name == "reproduce" and told["name"] is not None:
-                reproduce.find(told["name"])
+                catalogue.find(told["name"])
         else:
             assert command in ELSEWHERE, words
 
