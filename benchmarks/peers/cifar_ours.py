@@ -15,7 +15,7 @@ import numpy as np
 from work import ROUNDS, WORK, Meter, data
 
 import fedsolve as fs
-from fedsolve.models.networks import halve, unfolded
+from fedsolve.models.layers import halve, unfolded
 from fedsolve.problem.samples import Samples
 
 COMPUTE = os.environ.get("COMPUTE", "float32")

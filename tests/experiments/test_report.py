@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
                 entries[name] = rng.random(ROUNDS)
             for way in ("up", "down"):
                 entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
-            entries["messages_both_ways"] = 4 * entries["round"]
+            entries["messages_up_total"] = entries["messages_down_total"] = 2 * entries["round"]
             if variant == "plain":
                 entries["seconds_total"] = np.cumsum(rng.random(ROUNDS))
             frames.append(pd.DataFrame(entries))

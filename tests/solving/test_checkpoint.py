@@ -313,7 +313,7 @@ class Kept(fs.Tracker):
 
 
 def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkeypatch):
-    words = ["--set", "run.evaluate_every=1", "--track", "test_checkpoints:Kept", "--out"]
+    words = ["--set", "run.evaluate_every=1", "--track", f"{__name__}:Kept", "--out"]
     assert fedsolve("run", "neyman-pearson", "--rounds", 40, *words, "x")[0] == 0
     before = results(tmp_path / "x")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

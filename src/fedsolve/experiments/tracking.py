@@ -312,7 +312,8 @@ def _read(folder: Path) -> dict[str, Any]:
 def _after(entries: History, last: int) -> History:
     """The entries of later rounds; empty if there are none."""
     later = entries["round"] > last if "round" in entries else np.zeros(0, bool)
-    return {name: values[later] for name, values in entries.items()} if later.any() else {}
+    kept = {name: values[later] for name, values in entries.items()} if later.any() else {}
+    return History(kept)
 
 
 def _reason(error: BaseException) -> str:

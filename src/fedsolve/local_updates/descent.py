@@ -24,7 +24,7 @@ Vector = Float[Array, " d"]
 Direction = Callable[[Vector, Key[Array, ""]], Vector]  # w, key -> a descent direction there
 
 
-def travel(
+def descend(
     direction: Direction,
     w: Vector,
     steps: int,
@@ -55,16 +55,3 @@ def travel(
     start = (w, jnp.zeros_like(w), rule.init(w))
     end, total, _ = lax.fori_loop(0, steps, adapted, start)
     return w - end, total
-
-
-def descend(
-    direction: Direction,
-    w: Vector,
-    steps: int,
-    key: Key[Array, ""],
-    step_size: Scalar | Schedule,
-    optimizer: Optimizer | None = None,
-    round: Any = 0,
-) -> Vector:
-    """The pseudo-gradient alone."""
-    return travel(direction, w, steps, key, step_size, optimizer, round)[0]

@@ -16,7 +16,6 @@ import os
 import uuid
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -143,7 +142,7 @@ class Store:
     its checkpoint has.
     """
 
-    def __init__(self, place: Any, first: np.ndarray, clients: int):
+    def __init__(self, place: object, first: np.ndarray, clients: int):
         if isinstance(place, str | Path):
             self._slots: _File | _Given = _File(Path(place), first.dtype)
         elif isinstance(place, MutableMapping):
