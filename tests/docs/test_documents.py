@@ -20,7 +20,7 @@ import fedsolve as fs
 from fedsolve.cli import main as cli
 from fedsolve.experiments import config
 from fedsolve.flare.site_config import check_data
-from fedsolve.papers import catalogue
+from fedsolve.papers import reproduce
 from tests.support import examples
 from tests.support.documents import ROOT, blocks
 
@@ -266,8 +266,8 @@ ELSEWHERE = {
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")])
 def test_commands_that_are_shown_exist(page):
     """Their options are known, and what they name is there. They are not run here: those that take
-    seconds are run by the next test and by the tests of the command line, checkpoints, trackers and
-    deployments with fewer rounds; the others take minutes, data or several machines."""
+    seconds are run by the next test and by the tests of commands, of checkpoints, of trackers
+    and of deployments with fewer rounds; the others take minutes, data or several machines."""
     commands = typer.main.get_command(cli.app).commands
     for command, *words in commands_of(page):
         if command == "python":
@@ -280,7 +280,7 @@ def test_commands_that_are_shown_exist(page):
             elif name == "deploy" and (told["local"] or told["what"] == "submit"):
                 check_experiment(told["target"] or told["what"], told["set"])
             elif name == "reproduce" and told["name"] is not None:
-                catalogue.find(told["name"])
+                reproduce.find(told["name"])
         else:
             assert command in ELSEWHERE, words
 
