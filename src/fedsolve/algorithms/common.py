@@ -16,7 +16,7 @@ from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, Schedule, at, check_count, check_kind, check_positive
-from fedsolve.local_updates.descent import Direction, descend
+from fedsolve.local_updates.descent import Direction, take_steps
 from fedsolve.local_updates.optimizers import Optimizer
 from fedsolve.problem.client import Client
 from fedsolve.types import Round, Vector
@@ -43,20 +43,20 @@ class LocalTraining(Participating):
         """Return how far a client moved for each unit of its pseudo-gradient."""
         return at(self.step_size, round) if self.local_optimizer is None else 1.0
 
-    def descend(self, client: Client, direction: Direction) -> tuple[Vector, Vector]:
-        """Take the local steps on a client, from w.
-
-        Args:
-            client: The client.
-            direction: `direction(w, key)` is the descent direction ν at w.
+    def take_steps(self, client: Client, direction: Direction) -> tuple[Vector, Vector]:
+        """Take a client's local steps from w; see `fedsolve.local_updates.descent.take_steps`.
 
         Returns:
-            The pseudo-gradient (`fedsolve.local_updates.descent`) and the sum of the directions.
+            The pseudo-gradient, and the sum of the directions.
         """
         steps, optimizer = self.local_steps, self.local_optimizer
-        return descend(
+        return take_steps(
             direction, client.w, steps, client.key, self.step_size, optimizer, client.round
         )
+
+    def descend(self, client: Client, direction: Direction) -> Vector:
+        """Take a client's local steps from w and return the pseudo-gradient."""
+        return self.take_steps(client, direction)[0]
 
 
 class CompressedTraining(LocalTraining):
