@@ -17,7 +17,7 @@ from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
-from fedsolve.local_updates.descent import Direction, descend
+from fedsolve.local_updates.descent import Direction, take_steps
 from fedsolve.local_updates.optimizers import Optimizer
 from fedsolve.problem.client import Client
 from fedsolve.types import Round, Vector
@@ -75,20 +75,19 @@ class LocalTraining(Participating):
         """Return how far a client moved for each unit of its pseudo-gradient."""
         return at(self.step_size, round) if self.local_optimizer is None else 1.0
 
-    def descend(self: HasLocalSteps, client: Client, direction: Direction) -> tuple[Vector, Vector]:
-        """Take the local steps on a client, from w.
-
-        Args:
-            client: The client.
-            direction: `direction(w, key)` is the descent direction ν at w.
+    def take_steps(
+        self: HasLocalSteps, client: Client, direction: Direction
+    ) -> tuple[Vector, Vector]:
+        """Take a client's local steps from w; see `fedsolve.local_updates.descent.take_steps`.
 
         Returns:
-            The pseudo-gradient (`fedsolve.local_updates.descent`) and the sum of the directions.
+            The pseudo-gradient, and the sum of the directions.
         """
-        steps, optimizer = self.local_steps, self.local_optimizer
-        return descend(
-            direction, client.w, steps, client.key, self.step_size, optimizer, client.round
-        )
+        return _steps_of(self, client, direction)
+
+    def descend(self: HasLocalSteps, client: Client, direction: Direction) -> Vector:
+        """Take a client's local steps from w and return the pseudo-gradient."""
+        return _steps_of(self, client, direction)[0]
 
 
 class CompressedTraining(LocalTraining):
@@ -119,3 +118,12 @@ class CompressedTraining(LocalTraining):
         """
         key = jax.random.fold_in(client.key, self.local_steps)  # the steps used the keys below
         return with_feedback(self.uplink, residual, v, key)
+
+
+def _steps_of(
+    algorithm: HasLocalSteps, client: Client, direction: Direction
+) -> tuple[Vector, Vector]:
+    steps, optimizer = algorithm.local_steps, algorithm.local_optimizer
+    return take_steps(
+        direction, client.w, steps, client.key, algorithm.step_size, optimizer, client.round
+    )

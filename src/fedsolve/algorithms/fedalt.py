@@ -77,15 +77,15 @@ class FedAlt(FedAvg):
         def own(v: Vector, key: Key[Array, ""]) -> Vector:
             return self.own_slope(client, client.w, v, key)
 
-        change, _ = descend(own, personal, steps, own_key, own_step)
-        personal = personal - own_step * change
+        personal = personal - own_step * descend(own, personal, steps, own_key, own_step)
 
         def shared(w: Vector, key: Key[Array, ""]) -> Vector:
             return self.shared_slope(client, w, personal, key)
 
         steps, optimizer = self.local_steps, self.local_optimizer
-        total, _ = descend(shared, client.w, steps, shared_key, step_size, optimizer, client.round)
-        return personal, total
+        return personal, descend(
+            shared, client.w, steps, shared_key, step_size, optimizer, client.round
+        )
 
     def steps(self, client: Client) -> tuple[Any, Any]:
         """γ_u and γ_v in this round."""

@@ -88,5 +88,5 @@ class FedAvg(Averaging):
     # On a client
 
     def improve(self, client: Client, kept: PyTree) -> tuple[PyTree, Packet]:
-        total, _ = self.descend(client, client.grad)
+        total = self.descend(client, client.grad)
         return self.compress(client, kept, total)

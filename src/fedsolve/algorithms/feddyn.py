@@ -86,7 +86,7 @@ class FedDyn(Averaging):
         def direction(v: Vector, key: Key[Array, ""]) -> Vector:
             return client.grad(v, key) - kept.dual + alpha * (v - client.w)
 
-        total, _ = self.descend(client, direction)
+        total = self.descend(client, direction)
         dual = kept.dual + alpha * self.reach(client.round) * total
         residual, packet = self.compress(client, kept.residual, total)
         return Kept(dual, residual), packet

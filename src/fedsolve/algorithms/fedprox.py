@@ -36,5 +36,5 @@ class FedProx(FedAvg):
         def direction(v: Vector, key: Key[Array, ""]) -> Vector:
             return client.grad(v, key) + self.proximity * (v - client.w)
 
-        total, _ = self.descend(client, direction)
+        total = self.descend(client, direction)
         return self.compress(client, kept, total)

@@ -188,7 +188,7 @@ class FedSGM(CompressedTraining):
         def direction(w: Vector, key: Key[Array, ""]) -> Vector:
             return self.direction(client, w, sigma, focus, key)
 
-        total, _ = self.descend(client, direction)  # Δ_j
+        total = self.descend(client, direction)  # Δ_j
         return self.compress(client, residual, total)  # v_j = C_j(e_j + Δ_j), e_j ← e_j + Δ_j − v_j
 
     def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:

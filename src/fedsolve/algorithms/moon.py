@@ -81,7 +81,7 @@ class MOON(FedAvg):
             against = jax.nn.softplus(negative / self.temperature - positive)
             return client.objective(v, key) + self.contrast * (weights @ against)
 
-        total, _ = self.descend(client, jax.grad(loss))
+        total = self.descend(client, jax.grad(loss))
         previous = client.w - self.reach(client.round) * total
         residual, packet = self.compress(client, kept.residual, total)
         return Kept(previous, residual), packet

@@ -255,7 +255,7 @@ class PPBC(LocalTraining, SelectingTwice):
 
     def pseudo_gradient(self, client: Client) -> Vector:
         """∇f_m(x), or what stands for it, times 1/q_m for a client that is not always up."""
-        total, _ = self.descend(client, client.grad)
+        total = self.descend(client, client.grad)
         if self.availability is None:
             return total
         return total / self.availability.rate(client.index, client.round)
