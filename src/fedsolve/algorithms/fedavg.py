@@ -36,7 +36,7 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
@@ -51,7 +51,7 @@ class Averaging(CompressedTraining):
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     local_steps: int = static(1)
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
 

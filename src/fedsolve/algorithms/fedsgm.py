@@ -50,7 +50,7 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 
@@ -85,7 +85,7 @@ class FedSGM(CompressedTraining):
     local_steps: int = static(1)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     # What a theorem promises for exactly these numbers; `dataclasses.replace` drops it.
     guarantee: Guarantee | None = eqx.field(static=True, init=False, default=None)
 

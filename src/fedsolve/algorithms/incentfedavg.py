@@ -48,7 +48,7 @@ from fedsolve.fields import (
 )
 from fedsolve.games import Game
 from fedsolve.games.parts import numbers
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.participation.strategic import (
     check_players,
     first_contributions,
@@ -81,7 +81,7 @@ class IncentFedAvg(CompressedTraining):
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     game_step_size: Scalar = eqx.field(converter=scalar("game_step_size"))
     local_steps: int = static(1)
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
     start: Numbers | None = eqx.field(converter=optional(numbers("start", 1)), default=None)

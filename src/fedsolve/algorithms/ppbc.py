@@ -62,7 +62,7 @@ from fedsolve.fields import (
     scalar,
     static,
 )
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
@@ -116,7 +116,7 @@ class PPBC(LocalTraining, SelectingTwice):
     epoch_end: Scalar = eqx.field(converter=scalar("epoch_end"), default=0.2)
     smoothness: Scalar | None = eqx.field(converter=optional(scalar("smoothness")), default=None)
     local_steps: int = static(1)
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     epoch_length: int | None = static(None)
     surrogate: str = static("previous")
     correction: bool = static(True)
