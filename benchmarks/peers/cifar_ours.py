@@ -65,8 +65,8 @@ def accuracy(params, test):
 class Noisy(fs.Client):
     """A client whose steps drop units, by the key that draws its minibatch."""
 
-    def _look(self, key):
-        drawn = super()._look(key)
+    def _draw_samples(self, key):
+        drawn = super()._draw_samples(key)
         own = jax.random.fold_in(self.key if key is None else key, 1)
         return Samples({**drawn.values, "noise": jax.random.key_data(own)})
 

@@ -72,7 +72,7 @@ class Samples(eqx.Module):
 
         return Samples(self._map(rows))
 
-    def subset(self, key: PRNGKey, count: Number) -> Samples:
+    def subset(self, key: PRNGKey, count: Number | int) -> Samples:
         """Draw some of one client's samples, without replacement.
 
         Later calls see only these: rows beyond `count` repeat one of them. Separate sets of samples

@@ -161,6 +161,7 @@ class Images(Problem):
         index: Int[Array, ""],
         key: PRNGKey,
         memory: PyTree = None,
+        /,
     ) -> Client:
         """Make a client, of the class that augments minibatches if this problem does."""
         kind = Client if self.augment is None else ImageClient
