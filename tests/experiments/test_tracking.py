@@ -168,7 +168,6 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
     """With news as a server gives them, and one that is not heard."""
     pytest.importorskip("nvflare")
     commands = importlib.import_module("fedsolve.cli.deploy")
-    supervisor = importlib.import_module("fedsolve.flare.supervisor")
     monkeypatch.chdir(tmp_path)
     table = config.read("neyman-pearson")
     for change in ("problem.clients=3", "algorithm.participants=2", "run.seeds=[4, 5]"):
@@ -188,7 +187,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
                     tell({"cell": cell, "variant": "", "seed": run.seed} | row | link)
         return {"": runs}, "finished"
 
-    monkeypatch.setattr(supervisor, "deploy_local", deployed)
+    monkeypatch.setattr(commands, "deploy_local", deployed)
     assert commands.local(wanted, 2, "x", [f"{__name__}:Seen"]) == 0
     found = pd.read_csv(tmp_path / "x/history.csv")
     assert len(Seen.there) == 2

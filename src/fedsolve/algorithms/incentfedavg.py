@@ -36,21 +36,23 @@ from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import (
+    Numbers,
     Scalar,
     Schedule,
     at,
     check_kind,
     check_positive,
+    optional,
     scalar,
     static,
 )
 from fedsolve.games import Game
+from fedsolve.games.parts import numbers
 from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
 from fedsolve.participation.strategic import (
     check_players,
     first_contributions,
-    settling,
-    start_field,
+    known_limits,
 )
 from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
@@ -82,7 +84,7 @@ class IncentFedAvg(CompressedTraining):
     local_optimizer: Optimizer | None = optimizer_field()
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
-    start: Any = start_field()
+    start: Numbers | None = eqx.field(converter=optional(numbers("start", 1)), default=None)
 
     def __check_init__(self):
         check_kind("game", self.game, Game)
@@ -97,7 +99,7 @@ class IncentFedAvg(CompressedTraining):
         check_players(self.game, self.start, problem)
 
     def limits(self) -> dict[str, Any]:
-        return settling(self.game)
+        return known_limits(self.game)
 
     def objective_weights(self, server: Server, participation: Any) -> Float[Array, " m"]:
         return server.contributions / jnp.sum(server.contributions)

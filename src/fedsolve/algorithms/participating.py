@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from fedsolve import participation
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import check_count, check_kind
+from fedsolve.fields import check_count, check_kind, optional
 from fedsolve.participation.availability import Availability, as_availability
-from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
-from fedsolve.participation.weighting import (
-    BANT,
-    FOLB,
-    DataSize,
-    GradientNorm,
-    Methods,
-    PowerOfChoice,
-    Uniform,
-    Weighting,
-)
+from fedsolve.participation.selection import Everyone, Random, Selection
+from fedsolve.participation.weighting import Methods, Uniform, Weighting
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Cohort
 
-WEIGHTINGS = {
-    part.__name__: part for part in (Uniform, DataSize, PowerOfChoice, BANT, FOLB, GradientNorm)
-}
-SELECTIONS = {part.__name__: part for part in (Everyone, Random, Top, Proportional, Cyclic)}
+Part = TypeVar("Part", Weighting, Selection)
 
 
 class Drawn(NamedTuple):
@@ -67,26 +57,35 @@ class Memory(NamedTuple):
     availability: PyTree
 
 
-def as_weighting(value: Any) -> Weighting:
-    """A weighting as the user may give it: itself, its name, or None for `Uniform`."""
-    return _named("weighting", Uniform() if value is None else value, WEIGHTINGS, Weighting)
-
-
-def as_selection(value: Any) -> Any:
-    """A selection as the user may give it: itself, its name, or None."""
-    return value if value is None else _named("selection", value, SELECTIONS, Selection)
-
-
-def _named(field: str, value: Any, known: dict[str, type], kind: type) -> Any:
+def as_weighting(value: object) -> Weighting:
+    """Convert what a user may give for a weighting: the weighting, its name, or None."""
     if isinstance(value, str):
-        if value not in known:
-            raise InvalidInput(f"{field} {value!r} is not known; there are {', '.join(known)}.")
-        try:
-            value = known[value]()
-        except TypeError:
-            raise InvalidInput(f"{value} needs to be told how many: {value}(count).") from None
-    check_kind(field, value, kind)
-    return value
+        return _by_name("weighting", value, Weighting)
+    return check_kind("weighting", Uniform() if value is None else value, Weighting)
+
+
+def as_selection(value: object) -> Selection:
+    """Convert what a user may give for a selection: the selection or its name."""
+    if isinstance(value, str):
+        return _by_name("selection", value, Selection)
+    return check_kind("selection", value, Selection)
+
+
+def _by_name(field: str, name: str, kind: type[Part]) -> Part:
+    """Make the weighting or selection of that name, which must need no arguments."""
+    known = {
+        name: part
+        for name in participation.__all__
+        if inspect.isclass(part := getattr(participation, name))
+        and issubclass(part, kind)
+        and not inspect.isabstract(part)
+    }
+    if name not in known:
+        raise InvalidInput(f"{field} {name!r} is not known; there are {', '.join(known)}.")
+    parameters = inspect.signature(known[name]).parameters.values()
+    if needed := [p.name for p in parameters if p.default is p.empty]:
+        raise InvalidInput(f"{name} needs arguments: give {name}({', '.join(needed)}).")
+    return known[name]()
 
 
 class Participating(Algorithm):
@@ -104,7 +103,9 @@ class Participating(Algorithm):
 
     participants: int | None = eqx.field(static=True, default=None, kw_only=True)
     weighting: Weighting = eqx.field(converter=as_weighting, default=None, kw_only=True)
-    selection: Selection | None = eqx.field(converter=as_selection, default=None, kw_only=True)
+    selection: Selection | None = eqx.field(
+        converter=optional(as_selection), default=None, kw_only=True
+    )
     availability: Availability | None = eqx.field(
         converter=as_availability, default=None, kw_only=True
     )

@@ -52,7 +52,16 @@ from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
-from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
+from fedsolve.fields import (
+    Scalar,
+    Schedule,
+    at,
+    check_count,
+    check_positive,
+    optional,
+    scalar,
+    static,
+)
 from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
 from fedsolve.problem.client import Client
 
@@ -105,9 +114,7 @@ class PPBC(LocalTraining, SelectingTwice):
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     momentum: Scalar | Theory | str = eqx.field(converter=_momentum, default=0.0)
     epoch_end: Scalar = eqx.field(converter=scalar("epoch_end"), default=0.2)
-    smoothness: Scalar | None = eqx.field(
-        converter=lambda value: None if value is None else scalar("smoothness")(value), default=None
-    )
+    smoothness: Scalar | None = eqx.field(converter=optional(scalar("smoothness")), default=None)
     local_steps: int = static(1)
     local_optimizer: Optimizer | None = optimizer_field()
     epoch_length: int | None = static(None)
@@ -212,6 +219,7 @@ class PPBC(LocalTraining, SelectingTwice):
         """θ in this round."""
         if not isinstance(self.momentum, Theory):
             return self.momentum
+        assert self.smoothness is not None
         p = self.epoch_end if self.epoch_length is None else 1 / self.epoch_length
         return at(self.step_size, round) * self.smoothness * p**2 / 2
 

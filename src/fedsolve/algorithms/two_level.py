@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from fedsolve.algorithms.participating import Participating, as_selection, as_weighting
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import Scalar, check_count, scalar
+from fedsolve.fields import Scalar, check_count, optional, scalar
 from fedsolve.participation.selection import Everyone, Selection
 from fedsolve.participation.weighting import Methods, Weighting
 from fedsolve.problem.client import Client
@@ -47,17 +47,13 @@ class SelectingTwice(Participating):
     """
 
     select_epoch: Selection = eqx.field(converter=as_selection, default="Everyone", kw_only=True)
-    select_round: Selection | None = eqx.field(converter=as_selection, default=None, kw_only=True)
+    select_round: Selection | None = eqx.field(
+        converter=optional(as_selection), default=None, kw_only=True
+    )
     round_weighting: Weighting | None = eqx.field(
-        converter=lambda value: None if value is None else as_weighting(value),
-        default=None,
-        kw_only=True,
+        converter=optional(as_weighting), default=None, kw_only=True
     )
-    cap: Scalar | None = eqx.field(
-        converter=lambda value: None if value is None else scalar("cap")(value),
-        default=None,
-        kw_only=True,
-    )
+    cap: Scalar | None = eqx.field(converter=optional(scalar("cap")), default=None, kw_only=True)
     counting: str = eqx.field(static=True, default="weights", kw_only=True)
 
     def __check_init__(self):

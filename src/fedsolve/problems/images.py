@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Key, PyTree, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped, UInt8
 
 from fedsolve import models
 from fedsolve.data import partitions
