@@ -31,7 +31,7 @@ def main():
     entry = catalogue.find(given.name)
     ((label, experiment),) = reproduce.plan(entry).items()
     table = pd.read_csv(given.file).rename(columns={"row": "variant"})
-    table = table[table["variant"].isin(list(experiment.cells))]
+    table = table.loc[table["variant"].isin(list(experiment.cells))]
     groups = reproduce.recorded(Contents({}, {}, table, {}), experiment)
     out = Path("reproduced", given.name)
     out.mkdir(parents=True, exist_ok=True)

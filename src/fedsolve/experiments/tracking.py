@@ -138,7 +138,7 @@ class Table(Tracker):
         self._frames[run] = []
         return 0
 
-    def rows(self, run: Tracked, entries: History) -> None:
+    def rows(self, run: Tracked, entries: Columns) -> None:
         """Append rows to the file, or write it anew if the columns changed."""
         import pandas as pd
 
