@@ -18,7 +18,6 @@ from fedsolve.compression.error_feedback import check_downlink, no_residual, wit
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
 from fedsolve.local_updates.descent import Direction, take_steps
-from fedsolve.local_updates.optimizers import Optimizer
 from fedsolve.problem.client import Client
 from fedsolve.types import Round, Vector
 
@@ -38,7 +37,7 @@ class HasLocalSteps(Protocol):
         ...
 
     @property
-    def local_optimizer(self) -> Optimizer | None:
+    def local_optimizer(self) -> Any:  # Optimizer | None, behind a converter
         """The optimizer of the local steps; None for plain gradient descent."""
         ...
 

@@ -175,7 +175,7 @@ class PPBC(LocalTraining, SelectingTwice):
         cohort, share = self.choose_round(fed, begins, to_select)
         gamma, theta = at(self.step_size, fed.round), self.theta(fed.round)
 
-        when = (share > 0) & (up if up is True else up[jnp.asarray(cohort)])
+        when = (share > 0) & (up if isinstance(up, bool) else up[jnp.asarray(cohort)])
         previous = carried = server.previous
         if self.keeps:
             fed.ask(self.work, fed.everyone, server.epoch, when=up)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.metadata
 import json
 import platform
@@ -25,7 +24,7 @@ from safetensors.numpy import save as as_safetensors
 from fedsolve.errors import InvalidInput
 from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.solving.result import Run, tidy
-from fedsolve.storage.atomic import write_atomically
+from fedsolve.storage.atomic import open_locked, write_atomically
 from fedsolve.types import Table
 
 if TYPE_CHECKING:  # a slow import
@@ -55,11 +54,10 @@ def new_folder(wanted: str | Path | None, name: str) -> Path:
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Hold the folder's lock, so that no other process works in it at the same time."""
-    with open(path / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(f"Another process is working in {path}; wait for its end.") from None
+    lock = open_locked(path / ".lock")
+    if lock is None:
+        raise InvalidInput(f"Another process is working in {path}; wait for its end.")
+    with lock:
         yield
 
 
