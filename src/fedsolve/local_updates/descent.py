@@ -50,7 +50,7 @@ def take_steps(
     if optimizer is None:
         size = at(step_size, round)
 
-        def plain(step: Int[Array, ""], total: Vector) -> Vector:
+        def plain(step: Round, total: Vector) -> Vector:
             return total + direction(w - size * total, jax.random.fold_in(key, step))
 
         total = lax.fori_loop(0, steps, plain, jnp.zeros_like(w))
@@ -58,7 +58,7 @@ def take_steps(
 
     rule = optimizer.transform(round)
 
-    def adapted(step: Int[Array, ""], carry: Carry) -> Carry:
+    def adapted(step: Round, carry: Carry) -> Carry:
         here, total, memory = carry
         slope = direction(here, jax.random.fold_in(key, step))
         change, memory = rule.update(slope, memory, here)
