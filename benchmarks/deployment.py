@@ -30,7 +30,7 @@ import fedsolve as fs
 from fedsolve.experiments import config
 from fedsolve.flare import jobs
 from fedsolve.flare import provisioning as kits
-from fedsolve.flare.supervisor import local_federation, run_on
+from fedsolve.flare.local_federation import local_federation, run_on
 
 NAMES = ("deployment.Echoing", "deployment.Timing")
 
@@ -65,7 +65,7 @@ def idle(clients: int = 3, size: int = 250) -> fs.Problem:
     )
 
 
-class Echoing(jobs.Site):
+class Echoing(jobs.SiteJob):
     """A site that also answers bare calls."""
 
     @collab.publish

@@ -49,8 +49,10 @@ AXES = {
     "seconds_total": "Simulated time (s)",
     "bytes_up_total": "Bytes sent up",
     "bytes_down_total": "Bytes sent down",
-    "messages_total": "Messages from devices",
+    "messages_up_total": "Messages from clients",
+    "messages_down_total": "Messages to clients",
     "messages_both_ways": "Messages",
+    "vectors_up_total": "Vectors from clients",
 }
 BINS = 200  # of rounds in a heat map
 Groups = Mapping[str, list[Any]]  # runs by label

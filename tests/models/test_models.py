@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
+from fedsolve import models
 from fedsolve.algorithms.moon import similarity
-from fedsolve.models import networks as models
+from fedsolve.models import layers
 from tests.support import examples
 
 images = importlib.import_module("fedsolve.problems.images")  # not the function
@@ -70,9 +71,9 @@ def test_convolutions_and_groups_are_what_equinox_computes(monkeypatch):
     x = jax.random.normal(keys[1], (2, 8, 8, 4))
     one_by_one = jax.vmap(convolution)(jnp.moveaxis(x, -1, 1))
     for most in (0, 10**6):  # by the library, and unfolded
-        monkeypatch.setattr(models, "UNFOLDED", most)
+        monkeypatch.setattr(layers, "UNFOLDED", most)
         np.testing.assert_allclose(
-            models.convolve(convolution, x), jnp.moveaxis(one_by_one, 1, -1), atol=1e-5
+            layers.convolve(convolution, x), jnp.moveaxis(one_by_one, 1, -1), atol=1e-5
         )
     ours = models.GroupNorm(4, groups=2)
     ours = eqx.tree_at(lambda n: (n.weight, n.bias), ours, (x[0, 0, 0], x[0, 0, 1]))
@@ -185,7 +186,7 @@ def test_minibatches_are_augmented_and_evaluations_are_not(tiny):
     placed = tiny.on_device()
     one = jax.tree.map(lambda leaf: leaf[0], placed.samples)
     client = placed.client(one, placed.start(), jnp.int32(0), jnp.int32(0), jax.random.key(3))
-    seen, drawn = client._look(None), one.draw(jax.random.key(3), 16)
+    seen, drawn = client._draw_samples(None), one.draw(jax.random.key(3), 16)
     np.testing.assert_array_equal(seen.values["y"], drawn.values["y"])
     assert (seen.values["x"] != drawn.values["x"]).any()
     found = placed.values(placed.start(), one, None)["objective"]

@@ -1,1 +1,5 @@
-"""Datasets by name, and ways to divide samples among clients."""
+"""Data sets by name, and partitions of samples among clients."""
+
+from fedsolve.data import datasets, partitions
+
+__all__ = ["datasets", "partitions"]

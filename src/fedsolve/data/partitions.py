@@ -1,14 +1,14 @@
-"""Dealing samples out to clients: who has which.
+"""Partitions of labelled samples among clients.
 
-Every function goes from labels (and a seed) to one array of sample numbers for each client, sorted.
+Every function goes from labels (and a seed) to one sorted array of sample indices for each client.
 Every sample belongs to exactly one client.
 
 | here | in the PPBC paper (appendix B) | |
 |---|---|---|
 | `iid` | distr-1 | equal sizes, every client the same share of every class |
-| `two_groups` | distr-2 | two groups of clients with classes of their own, equal sizes |
+| `two_groups` | distr-2 | two groups of clients with disjoint classes, equal sizes |
 | `uneven` | distr-3 | given sizes, classes by Dirichlet(1/2) within each client |
-| `dirichlet` | | each class dealt out by Dirichlet(α) over clients: sizes differ, too |
+| `dirichlet` | | each class divided by Dirichlet(α) over clients: sizes differ, too |
 | `shards` | | sorted by class, cut into pieces, a few pieces each |
 | `by_size` | | given sizes, every client the same mixture of classes |
 | `by_id` | | one client for each value of a natural key (a writer, a hospital) |
@@ -18,45 +18,133 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import PyTree
 
+from fedsolve.data.class_tables import (
+    Labels,
+    Parts,
+    Shares,
+    apportion,
+    class_codes,
+    client_sizes,
+    dirichlet_rows,
+    draw_parts,
+    fit_table,
+)
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
 
-Labels = np.ndarray | Sequence[Any]
-Parts = list[np.ndarray]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "PERCENT",
+    "Labels",
+    "Parts",
+    "by_id",
+    "by_size",
+    "dirichlet",
+    "iid",
+    "plot",
+    "shards",
+    "take",
+    "two_groups",
+    "uneven",
+]
 
 PERCENT = (10.6, 7.4, 12.0, 11.4, 8.8, 14.6, 10.0, 5.4, 10.2, 9.2)  # Table 3 of the PPBC paper
 
 
 def iid(labels: Labels, clients: int = 10, seed: int = 0) -> Parts:
-    """Equal sizes, and every class in equal parts, as far as numbers divide (distr-1)."""
+    """Divide samples into equal sizes with equal shares of every class (distr-1).
+
+    Sizes and shares are equal as far as the numbers divide.
+
+    Args:
+        labels: The class of each sample.
+        clients: The number of clients.
+        seed: Seed of the draw.
+
+    Returns:
+        The sample indices of each client.
+
+    Raises:
+        InvalidInput: If there are fewer samples than clients.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> labels = np.repeat([0, 1], [8, 4])
+        >>> parts = fs.partitions.iid(labels, clients=4)
+        >>> [np.bincount(labels[part]).tolist() for part in parts]
+        [[2, 1], [2, 1], [2, 1], [2, 1]]
+    """
     check_count("clients", clients)
     return by_size(labels, np.ones(clients), seed)
 
 
-def by_size(labels: Labels, sizes: Sequence[float | int] | np.ndarray, seed: int = 0) -> Parts:
-    """Clients of these sizes (numbers of samples, or shares of any total), the same mixture of
-    classes in each."""
-    classes = _classes(labels)
+def by_size(labels: Labels, sizes: Shares, seed: int = 0) -> Parts:
+    """Divide samples into given sizes, with the same mixture of classes in each.
+
+    Args:
+        labels: The class of each sample.
+        sizes: For each client its number of samples, or its share of any total.
+        seed: Seed of the draw.
+
+    Returns:
+        The sample indices of each client.
+
+    Raises:
+        InvalidInput: If a size is not positive, or a client would have no sample.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> labels = np.repeat([0, 1], [8, 4])
+        >>> parts = fs.partitions.by_size(labels, [3, 9])
+        >>> [np.bincount(labels[part]).tolist() for part in parts]
+        [[2, 1], [6, 3]]
+    """
+    classes = class_codes(labels)
     mixture = np.tile(np.bincount(classes), (len(sizes), 1))
-    return _deal(classes, _table(mixture, _sizes(sizes, len(classes)), np.bincount(classes)), seed)
+    table = fit_table(mixture, client_sizes(sizes, len(classes)), np.bincount(classes))
+    return draw_parts(classes, table, seed)
 
 
 def two_groups(labels: Labels, clients: int = 10, seed: int = 0, alpha: float = 1.0) -> Parts:
-    """Clients in two groups, of equal size within each, that share no class (distr-2).
+    """Divide samples between two groups of clients that share no class (distr-2).
 
-    The first half of the classes belongs to the first half of the clients. How many samples of each
-    class of its group a client has is drawn from Dirichlet(α). Where both groups of classes have
-    as many samples, as in CIFAR-10, all clients are of one size.
+    The first half of the classes belongs to the first half of the clients. Within a group, sizes
+    are equal, and the mixture of classes of each client is drawn from Dirichlet(α). If both groups
+    of classes have equally many samples, as in CIFAR-10, all clients have the same size.
+
+    Args:
+        labels: The class of each sample.
+        clients: The number of clients.
+        seed: Seed of the draw.
+        alpha: Concentration α; a small one gives each client few classes.
+
+    Returns:
+        The sample indices of each client.
+
+    Raises:
+        InvalidInput: If there are fewer than two clients or two classes.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> labels = np.repeat([0, 1], [8, 4])
+        >>> parts = fs.partitions.two_groups(labels, clients=4)
+        >>> [np.bincount(labels[part], minlength=2).tolist() for part in parts]
+        [[4, 0], [4, 0], [0, 2], [0, 2]]
     """
     check_count("clients", clients)
     check_positive("alpha", alpha)
-    classes = _classes(labels)
+    classes = class_codes(labels)
     kinds = classes.max() + 1
     if clients < 2 or kinds < 2:
         raise InvalidInput(
@@ -70,46 +158,88 @@ def two_groups(labels: Labels, clients: int = 10, seed: int = 0, alpha: float = 
     ):
         own = counts[columns]
         members = len(range(clients)[rows])
-        sizes = _sizes(np.ones(members), int(own.sum()))
-        table[rows, columns] = _table(_dirichlet(rng, alpha, (members, len(own))), sizes, own)
-    return _deal(classes, table, rng)
+        sizes = client_sizes(np.ones(members), int(own.sum()))
+        mixture = dirichlet_rows(rng, alpha, (members, len(own)))
+        table[rows, columns] = fit_table(mixture, sizes, own)
+    return draw_parts(classes, table, rng)
 
 
 def uneven(
     labels: Labels,
-    sizes: Sequence[float | int] | np.ndarray = PERCENT,
+    sizes: Shares = PERCENT,
     alpha: float = 0.5,
     seed: int = 0,
 ) -> Parts:
-    """Clients of these sizes, the classes of each by Dirichlet(α) (distr-3, with its ten sizes).
+    """Divide samples into given sizes, with the classes of each client by Dirichlet(α) (distr-3).
 
-    The drawn mixtures are scaled, by rows and columns in turn, until every sample has a place.
+    The drawn mixtures are scaled, by rows and columns in turn, until every sample has a client.
+
+    Args:
+        labels: The class of each sample.
+        sizes: For each client its number of samples, or its share of any total; by default the ten
+            percentages of the PPBC paper.
+        alpha: Concentration α; a small one gives each client few classes.
+        seed: Seed of the draw.
+
+    Returns:
+        The sample indices of each client.
+
+    Raises:
+        InvalidInput: If a size or `alpha` is not positive, or a client would have no sample.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> labels = np.repeat(np.arange(10), 100)
+        >>> [len(part) for part in fs.partitions.uneven(labels, sizes=[100, 300, 600])]
+        [100, 300, 600]
     """
     check_positive("alpha", alpha)
-    classes, rng = _classes(labels), np.random.default_rng(seed)
+    classes, rng = class_codes(labels), np.random.default_rng(seed)
     counts = np.bincount(classes)
-    mixture = _dirichlet(rng, alpha, (len(sizes), len(counts)))
-    return _deal(classes, _table(mixture, _sizes(sizes, len(classes)), counts), rng)
+    mixture = dirichlet_rows(rng, alpha, (len(sizes), len(counts)))
+    return draw_parts(classes, fit_table(mixture, client_sizes(sizes, len(classes)), counts), rng)
 
 
 def dirichlet(
     labels: Labels, clients: int = 10, alpha: float = 0.5, seed: int = 0, least: int = 1
 ) -> Parts:
-    """Every class dealt out in shares drawn from Dirichlet(α) over clients.
+    """Divide every class in shares drawn from Dirichlet(α) over clients.
 
-    A small α gives clients of few classes and very different sizes, a large one nearly `iid`. Drawn
-    again until every client has at least `least` samples.
+    A small α gives clients with few classes and very different sizes, a large one nearly `iid`. The
+    draw is repeated until every client has at least `least` samples.
+
+    Args:
+        labels: The class of each sample.
+        clients: The number of clients.
+        alpha: Concentration α.
+        seed: Seed of the draw.
+        least: The smallest size that a client may have.
+
+    Returns:
+        The sample indices of each client.
+
+    Raises:
+        InvalidInput: If 1000 draws leave a client with fewer than `least` samples.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> labels = np.repeat([0, 1], [800, 400])
+        >>> parts = fs.partitions.dirichlet(labels, clients=3, least=100)
+        >>> len(parts), min(len(part) for part in parts) >= 100
+        (3, True)
     """
     check_count("clients", clients)
     check_positive("alpha", alpha)
     check_count("least", least)
-    classes, rng = _classes(labels), np.random.default_rng(seed)
+    classes, rng = class_codes(labels), np.random.default_rng(seed)
     counts = np.bincount(classes)
     for _ in range(1000):
-        shares = _dirichlet(rng, alpha, (len(counts), clients))
-        table = np.stack([_apportion(s, c) for s, c in zip(shares, counts, strict=True)], 1)
+        shares = dirichlet_rows(rng, alpha, (len(counts), clients))
+        table = np.stack([apportion(s, c) for s, c in zip(shares, counts, strict=True)], 1)
         if table.sum(axis=1).min() >= least:
-            return _deal(classes, table, rng)
+            return draw_parts(classes, table, rng)
     raise InvalidInput(
         f"Dirichlet({alpha}) over {clients} clients left one with fewer than {least} of "
         f"{len(classes)} samples in each of 1000 draws; take a larger alpha or fewer clients."
@@ -117,10 +247,31 @@ def dirichlet(
 
 
 def shards(labels: Labels, clients: int = 10, each: int = 2, seed: int = 0) -> Parts:
-    """The samples sorted by class and cut into clients × `each` pieces, `each` to every client."""
+    """Sort the samples by class, cut them into pieces, and give every client a few pieces.
+
+    Args:
+        labels: The class of each sample.
+        clients: The number of clients.
+        each: The number of pieces of each client; there are `clients * each` in all.
+        seed: Seed of the draw.
+
+    Returns:
+        The sample indices of each client.
+
+    Raises:
+        InvalidInput: If there are fewer samples than pieces.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> labels = np.repeat(np.arange(4), 6)
+        >>> parts = fs.partitions.shards(labels, clients=4, each=1)
+        >>> [len(np.unique(labels[part])) for part in parts]
+        [1, 1, 1, 1]
+    """
     check_count("clients", clients)
     check_count("each", each)
-    classes, rng = _classes(labels), np.random.default_rng(seed)
+    classes, rng = class_codes(labels), np.random.default_rng(seed)
     pieces = clients * each
     if pieces > len(classes):
         raise InvalidInput(f"{len(classes)} samples cannot be cut into {pieces} pieces.")
@@ -134,29 +285,75 @@ def shards(labels: Labels, clients: int = 10, each: int = 2, seed: int = 0) -> P
 
 
 def by_id(ids: Labels) -> Parts:
-    """One client for each value, in their order."""
-    values = _classes(ids)
+    """Make one client for each value of a key, in the order of the values.
+
+    Args:
+        ids: The key of each sample, such as its writer or hospital.
+
+    Returns:
+        The sample indices of each client.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> [part.tolist() for part in fs.partitions.by_id(["north", "south", "north"])]
+        [[0, 2], [1]]
+    """
+    values = class_codes(ids)
     order = np.argsort(values, kind="stable")
     return np.split(order, np.cumsum(np.bincount(values))[:-1])
 
 
 def take(data: PyTree, parts: Parts) -> list[PyTree]:
-    """Each client's part of every array in `data`, ready for `stack_clients`."""
+    """Select each client's rows of every array, ready for `stack_clients`.
+
+    Args:
+        data: Arrays in any structure, with samples on their first axis.
+        parts: The sample indices of each client.
+
+    Returns:
+        One tree for each client, in the structure of `data`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> clients = fs.partitions.take({"y": np.array([5, 6, 7])}, fs.partitions.by_id([0, 1, 0]))
+        >>> [client["y"].tolist() for client in clients]
+        [[5, 7], [6]]
+    """
     return [jax.tree.map(lambda leaf, own=own: np.asarray(leaf)[own], data) for own in parts]
 
 
 def plot(
     parts: Parts, labels: Labels, names: Sequence[str] | None = None, path: str | Path | None = None
-) -> Any:
-    """Who has what: a bar for each client, in pieces for its classes; a matplotlib figure, saved if
-    a path is given."""
+) -> Figure:
+    """Draw a bar for each client, divided by class.
+
+    Args:
+        parts: The sample indices of each client.
+        labels: The class of each sample.
+        names: The names of the classes, in their sorted order; by default the labels themselves.
+        path: Where to save the figure; it is not saved if None.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        InvalidInput: If there are not as many names as classes.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> labels = ["cat", "cat", "dog", "dog"]
+        >>> figure = fs.partitions.plot(fs.partitions.iid(labels, clients=2), labels)
+        >>> figure.axes[0].get_ylabel()
+        'Client'
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
     from fedsolve.plots import STYLE
 
-    classes = _classes(labels)
+    classes = class_codes(labels)
     kinds = classes.max() + 1
     called = np.unique(np.asarray(labels)) if names is None else np.asarray(names)
     if len(called) != kinds:
@@ -181,91 +378,3 @@ def plot(
         if path is not None:
             figure.savefig(path)
     return figure
-
-
-def _classes(labels: Labels) -> Int[np.ndarray, " samples"]:
-    """Labels of any kind as 0, 1, 2, …"""
-    given = np.asarray(labels)
-    if given.ndim != 1 or len(given) == 0:
-        raise InvalidInput(
-            f"Labels must be a list of one for each sample, got shape {given.shape}."
-        )
-    return np.unique(given, return_inverse=True)[1]
-
-
-def _dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, int]) -> Any:
-    """Rows from Dirichlet(α), kept away from zero, so that every row can be scaled."""
-    return rng.dirichlet(np.full(shape[1], float(alpha)), shape[0]) + 1e-12
-
-
-def _sizes(shares: Sequence[float | int] | np.ndarray, total: int) -> Int[np.ndarray, " clients"]:
-    """Clients' sizes from shares that a user gave."""
-    wanted = np.asarray(shares, float)
-    if wanted.ndim != 1 or not len(wanted) or not np.all(np.isfinite(wanted) & (wanted > 0)):
-        raise InvalidInput(f"Sizes must be positive numbers, one for each client, got {shares!r}.")
-    whole = _apportion(wanted, total)
-    if whole.min() == 0:
-        raise InvalidInput(
-            f"{total} samples are too few for these {len(wanted)} clients: "
-            f"client {np.argmin(whole)} would have none."
-        )
-    return whole
-
-
-def _apportion(
-    shares: Float[np.ndarray, " parts"], total: int | np.integer
-) -> Int[np.ndarray, " parts"]:
-    """Whole numbers in proportion to the shares, with that sum (largest remainders)."""
-    exact = shares / shares.sum() * total
-    whole = np.floor(exact + 1e-9).astype(np.int64)
-    rest = np.argsort(whole - exact, kind="stable")[: total - whole.sum()]
-    whole[rest] += 1
-    return whole
-
-
-def _table(
-    mixture: Float[np.ndarray, "clients classes"] | Int[np.ndarray, "clients classes"],
-    sizes: Int[np.ndarray, " clients"],
-    counts: Int[np.ndarray, " classes"],
-) -> Int[np.ndarray, "clients classes"]:
-    """How many samples of each class every client gets: close to its mixture, with exactly these
-    sizes and exactly so many of each class."""
-    scaled = np.asarray(mixture, float)
-    for _ in range(2000):  # Sinkhorn: rows and columns in turn
-        scaled = scaled * (counts / scaled.sum(axis=0))
-        rows = scaled.sum(axis=1)
-        scaled = scaled * (sizes / rows)[:, None]
-        if np.max(np.abs(rows - sizes)) < 0.1:
-            break
-    table = np.stack([_apportion(row, size) for row, size in zip(scaled, sizes, strict=True)])
-    # Rounding leaves some classes with a few too many, others with as many too few.
-    excess = table.sum(axis=0) - counts
-    for client in np.argsort(-sizes, kind="stable"):
-        _settle(table[client], excess)
-    return table
-
-
-def _settle(row: Int[np.ndarray, " classes"], excess: Int[np.ndarray, " classes"]) -> None:
-    """Exchanges what one client can of classes given out too often for those too seldom."""
-    for over in np.flatnonzero(excess > 0):
-        for under in np.flatnonzero(excess < 0):
-            moved = min(row[over], excess[over], -excess[under])
-            row[over] -= moved
-            row[under] += moved
-            excess[over] -= moved
-            excess[under] += moved
-
-
-def _deal(
-    classes: Int[np.ndarray, " samples"],
-    table: Int[np.ndarray, "clients classes"],
-    seed: int | np.random.Generator,
-) -> Parts:
-    """Samples drawn at random, so many of each class for every client as the table says."""
-    rng = np.random.default_rng(seed)
-    own: list[list[np.ndarray]] = [[] for _ in table]
-    for kind, column in enumerate(table.T):
-        members = rng.permutation(np.flatnonzero(classes == kind))
-        for client, piece in enumerate(np.split(members, np.cumsum(column)[:-1])):
-            own[client].append(piece)
-    return [np.sort(np.concatenate(pieces)) for pieces in own]

@@ -160,8 +160,9 @@ class Federation:
         """Columns of the history that every algorithm has."""
         costs: Info = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
         costs |= {"bytes_up_total": state.bytes_up, "bytes_down_total": state.bytes_down}
-        costs |= {"messages": self.vectors_up, "messages_total": state.vectors_up}
-        costs |= {"messages_both_ways": state.messages_up + state.messages_down}
+        costs |= {"messages_up": self.messages_up, "messages_up_total": state.messages_up}
+        costs |= {"messages_down": self.messages_down, "messages_down_total": state.messages_down}
+        costs |= {"vectors_up": self.vectors_up, "vectors_up_total": state.vectors_up}
         error = algorithm.compression_error(state.server, self.w)
         costs |= {} if error is None else {"compression_error": error}
         if state.seconds is not None:

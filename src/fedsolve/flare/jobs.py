@@ -1,19 +1,20 @@
-"""What runs inside FLARE's job processes: the coordinator on the server, a `Site` on each site.
+"""The two ends of a FLARE job: `Coordinator` on the server, `SiteJob` on each site.
 
-A job ships no code and names no path: it carries an experiment's configuration, and both ends build
-it from what is installed with them.
+A job ships no code and names no path. It carries an experiment's configuration, and both ends build
+the experiment from the packages that are installed with them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,125 +23,143 @@ from nvflare.collab import collab
 
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, resolve
+from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import read
-from fedsolve.flare.roster import Link, TooFew
+from fedsolve.flare.processes import HOME, OWNER
+from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.server import FOLDER, serve
-from fedsolve.flare.site import Share
-from fedsolve.flare.site_config import allowed, check_data, owners_file, site_problem
+from fedsolve.flare.site import SiteClients
+from fedsolve.flare.site_config import (
+    allowed_names,
+    check_data,
+    read_owners_file,
+    site_problem,
+)
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
-from fedsolve.storage.atomic import locked, write_atomically
+from fedsolve.storage.atomic import open_locked, write_atomically
+from fedsolve.types import Table
 
-HOME = "FEDSOLVE_HOME"  # where this machine keeps what must not be lost
-OWNER = "FEDSOLVE_OWNER"  # the file in which this machine's owner names data and an allow-list
-PATIENCE = 20.0  # seconds that a machine waits for an older job's process to be gone
-TOPIC = "fedsolve"  # of the administrator's questions to a running job
+PATIENCE = 20.0  # seconds to wait until the process of the run's previous job has ended
+TOPIC = "fedsolve"  # of the administrator's commands to a running job
+DEADLINE = 30.0  # seconds for an answer, unless the configuration says otherwise
+MOST_NEWS = 1000  # entries in one answer to the administrator
+REPORT_TIMEOUT = 5.0  # seconds in which the administrator can fetch a finished job's last news
 
 
 def built(text: str) -> Experiment:
-    """The experiment that a job carries, from what this machine's owner allows."""
+    """Build the experiment that a job carries, from what this machine's owner allows."""
     owner = os.environ.get(OWNER)
-    names = allowed(owners_file(Path(owner))) if owner else []
+    names = allowed_names(read_owners_file(Path(owner))) if owner else []
     experiment = resolve("deployed", json.loads(text), names)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     if experiment.instances is not None:
-        raise InvalidInput("A deployment's data are the sites' own; leave out run.instances.")
+        raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
     return experiment
 
 
-def check_run_name(run: Any) -> None:
-    """Refuses a run's name that is no plain name: on every machine it is a folder's."""
-    if not isinstance(run, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", run):
-        shown = str(run)[:80]
-        raise InvalidInput(
-            f"A run's name has letters, digits, `.`, `_` and `-`, 64 at most, got {shown!r}."
-        )
+def _run_folder(run: str) -> Path:
+    """Return the folder in which this machine keeps a run; make it if needed."""
+    home = Path(os.environ[HOME], "runs", run)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return home
 
 
-class Site:
-    """A site's end of a job. Whatever is wrong here is an answer, not the end of everyone's job.
-    What is wrong with this machine's own files is for its owner: the server hears that it is."""
+class SiteJob:
+    """A site's end of a job.
+
+    An error here is an answer to the server, so that the job goes on for the other sites. Details
+    of errors in the owner's own files stay in this machine's log.
+    """
 
     def __init__(self, experiment: str, run: str):
-        self._text, self._run, self._trouble = experiment, run, ""
-        self._shares: dict[int, Share] = {}
-        self._alone: Any = None  # the lock of the run's folder
+        self._text, self._run = experiment, run
+        self._trouble = ""  # why this site cannot take part
+        self._shares: dict[int, SiteClients] = {}
+        self._alone: io.TextIOWrapper | None = None  # the locked file of the run's folder
         self._lock = threading.Lock()
 
     @collab.init
     def start(self) -> None:
+        """Build the experiment; an error is reported with every answer."""
         keep_compiled_programs()
-        _, self._trouble = _tried(self._build)
+        try:
+            check_run_name(self._run)
+            with _details_in_log():
+                check_data(Path(os.environ[OWNER]))
+            self._experiment = built(self._text)
+        except Exception as error:
+            self._trouble = _reason(error)
 
     @collab.publish
     def answer(self, cell: int, data: bytes) -> bytes:
+        """Answer a message of the server about the experiment's run number `cell`."""
         with self._lock:
-            trouble, reply = self._trouble, b""
+            trouble = self._trouble
             if not trouble:
-                reply, trouble = _tried(lambda: self._share(cell).answer(data))
-            return encode({"status": "refused", "reason": trouble}, {}) if trouble else reply
+                try:
+                    return self._share(cell).answer(data)
+                except Exception as error:
+                    trouble = _reason(error)
+            return encode({"status": "refused", "reason": trouble}, {})
 
-    def _build(self) -> None:
-        check_run_name(self._run)
-        _for_the_owner(lambda: check_data(Path(os.environ[OWNER])))
-        self._experiment = built(self._text)
-
-    def _share(self, cell: int) -> Share:
-        """This site's clients in one of the experiment's runs."""
+    def _share(self, cell: int) -> SiteClients:
+        """Return this site's clients in one of the experiment's runs."""
         if cell not in self._shares:
             experiment = self._experiment
             if not isinstance(cell, int) or not 0 <= cell < len(experiment.runs):
                 raise InvalidInput("There is no such run in this job.")
             variant, seed = experiment.runs[cell]
             problem, algorithm = experiment.cells[variant]
-            home = Path(os.environ[HOME], "runs", self._run)
-            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            home = _run_folder(self._run)
             if self._alone is None:
-                self._alone = locked(home / "lock", PATIENCE)
+                self._alone = open_locked(home / "lock", PATIENCE)
             if self._alone is None:
-                raise InvalidInput("An older job still has this run here.")
-            own = _for_the_owner(lambda: site_problem(problem, Path(os.environ[OWNER])))
+                raise InvalidInput("An older job of this run is still running here.")
+            with _details_in_log():
+                own = site_problem(problem, Path(os.environ[OWNER]))
             precision = experiment.options.get("precision")
-            self._shares = {cell: Share(home / str(cell), own, algorithm, seed, precision)}
+            self._shares = {cell: SiteClients(home / str(cell), own, algorithm, seed, precision)}
         return self._shares[cell]
 
 
-def _tried(act: Callable[[], Any]) -> tuple[Any, str]:
-    """What it gives; or what the server may hear of why it gives nothing."""
-    try:
-        return act(), ""
-    except InvalidInput as error:
-        return None, str(error)
-    except Exception as error:  # its message may quote what is on this machine
-        traceback.print_exc()
-        return None, f"{type(error).__name__}; this site's own log says more"
+Site = SiteJob  # the name in kits and job files
 
 
-def _for_the_owner(act: Callable[[], Any]) -> Any:
-    """What is wrong with an owner's own files is in this machine's log, and nowhere else."""
+def _reason(error: Exception) -> str:
+    """Return what the server may be told about an error; the rest goes to this machine's log."""
+    if isinstance(error, InvalidInput):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}; see this site's log"  # its message may quote private data
+
+
+@contextlib.contextmanager
+def _details_in_log() -> Iterator[None]:
+    """Print an error about the owner's files to this machine's log; raise one without details."""
     try:
-        return act()
+        yield
     except InvalidInput as error:
         print(error, file=sys.stderr, flush=True)
-        told = "Its own data or its owner's file are not right; its log says why."
-        raise InvalidInput(told) from None
+        raise InvalidInput("Its data or its owner's file is not valid; see its log.") from None
 
 
 class Coordinator:
-    """The server's end of a job: it goes on where the last job of this run stopped."""
+    """The server's end of a job, which continues where the run's last job stopped."""
 
     def __init__(self, experiment: str, run: str):
         self._text, self._run = experiment, run
-        self._news: list[dict[str, Any]] = []
-        self._heard = 0  # how many of them the administrator has
-        self._links: list[Link] = []
-        self._yield = False
+        self._news: list[Table] = []
+        self._reported = 0  # how many of them the administrator has
+        self._links: list[Roster] = []
+        self._make_room = False  # whether to end before the next round
 
     @collab.main
     def run(self) -> None:
-        # A round calls out of its program; JAX must not wait for itself there.
+        """Run the experiment, or what is left of it, and report how it ended."""
+        # A round calls out of its compiled program; JAX must not wait for itself there.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         keep_compiled_programs()
         collab.fl_ctx.get_engine().register_app_command(TOPIC, self._command)
@@ -150,27 +169,28 @@ class Coordinator:
             self._tell({"note": str(few), "missed": few.missed})
         except InvalidInput as error:
             self._tell({"error": str(error)})
-        self._wait_until_told()
+        self._wait_until_reported()
 
     def _all_runs(self) -> None:
         check_run_name(self._run)
         experiment = built(self._text)
-        home = Path(os.environ[HOME], "runs", self._run)
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._alone = locked(home / "lock", PATIENCE)
+        home = _run_folder(self._run)
+        self._alone = open_locked(home / "lock", PATIENCE)
         if self._alone is None:
-            raise TooFew("another job still has this run")
+            raise TooFew("another job of this run is still running")
         kept = home / "experiment.json"
         if not kept.exists():
             write_atomically(kept, json.dumps(experiment.resolved).encode())
         elif json.loads(kept.read_text()) != experiment.resolved:
-            raise InvalidInput(f"{self._run} is another experiment's run; choose another name.")
-        calls = Calls(float(experiment.deploy.get("deadline", 30.0)), self._tell)
-        for cell, (variant, seed) in enumerate(experiment.runs):
+            raise InvalidInput(
+                f"{self._run} belongs to a different experiment; choose another name."
+            )
+        transport = CollabTransport(float(experiment.deploy.get("deadline", DEADLINE)), self._tell)
+        for cell in range(len(experiment.runs)):
             place = home / str(cell)
             place.mkdir(exist_ok=True, mode=0o700)
             if not (place / "done").exists():
-                self._one_run(experiment, cell, variant, seed, place, calls)
+                self._one_run(experiment, cell, place, transport)
                 (place / "done").touch()
         results = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
         for cell in range(len(experiment.runs)):
@@ -180,22 +200,24 @@ class Coordinator:
         self._tell({"done": True})
 
     def _one_run(
-        self, experiment: Experiment, cell: int, variant: str, seed: int, home: Path, calls: Calls
+        self, experiment: Experiment, cell: int, home: Path, transport: CollabTransport
     ) -> None:
+        """Run one variant with one seed; `progress.jsonl` gets a line for each evaluated round."""
+        variant, seed = experiment.runs[cell]
         problem, algorithm = experiment.cells[variant]
         options = experiment.options
         precision = options.get("precision")
-        facts = {"cell": cell, "variant": variant, "seed": seed}
+        labels = {"cell": cell, "variant": variant, "seed": seed}
         with open(home / "progress.jsonl", "a", encoding="utf-8") as file:
 
-            def tell(entry: dict[str, Any]) -> None:
+            def tell(entry: Table) -> None:
                 file.write(json.dumps(entry | {"at": time.time()}) + "\n")
                 file.flush()
-                self._tell(facts | entry)
+                self._tell(labels | entry)
 
             with precision_of(precision) as dtype:
-                link = Link(
-                    lambda messages: calls(cell, messages),
+                link = Roster(
+                    lambda messages: transport(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),
                     lambda text: tell({"note": text}),
@@ -213,47 +235,47 @@ class Coordinator:
                 evaluate_every=options.get("evaluate_every", 1),
                 precision=precision,
                 progress=tell,
-                go_on=lambda: not self._yield,
+                go_on=lambda: not self._make_room,
             )
 
-    # The administrator's questions
-
-    def _tell(self, entry: dict[str, Any]) -> None:
+    def _tell(self, entry: Table) -> None:
         self._news.append(entry)
 
-    def _command(self, topic: str, wish: Any, context: Any) -> dict[str, Any]:
-        """News since the last question, and in how many rounds somebody was heard; and whether to
-        make room for another job."""
-        wish = wish if isinstance(wish, dict) else {}
-        self._yield = self._yield or bool(wish.get("yield"))
-        since = int(wish.get("since", 0))
-        self._heard = max(self._heard, since)
-        rounds = sum(link.rounds for link in self._links)
-        return {"news": self._news[since : since + 1000], "rounds": rounds}
+    def _command(self, topic: str, wish: object, context: object) -> Table:
+        """Answer the administrator: news since the last question, rounds in which a site answered.
 
-    def _wait_until_told(self, seconds: float = 5.0) -> None:
-        """A job that ended takes its news along: give the administrator a moment to hear them."""
-        end = time.monotonic() + seconds
-        while self._heard < len(self._news) and time.monotonic() < end:
+        The question may also ask to make room for another job.
+        """
+        wish = wish if isinstance(wish, dict) else {}
+        self._make_room = self._make_room or bool(wish.get("yield"))
+        since = int(wish.get("since", 0))
+        self._reported = max(self._reported, since)
+        rounds = sum(link.rounds for link in self._links)
+        return {"news": self._news[since : since + MOST_NEWS], "rounds": rounds}
+
+    def _wait_until_reported(self) -> None:
+        """Give the administrator time to fetch the last news, which are lost when the job ends."""
+        end = time.monotonic() + REPORT_TIMEOUT
+        while self._reported < len(self._news) and time.monotonic() < end:
             time.sleep(0.05)
 
 
-class Calls:
-    """One message to each of some sites at once. A site that does not answer in time is dead for
-    the rest of the job, and is not waited for again; one that this job has not is dead, too."""
+class CollabTransport:
+    """Send a message to each of some sites at once and collect the answers.
 
-    def __init__(self, deadline: float, tell: Any):
+    A site that does not answer within the deadline counts as dead for the rest of the job and is
+    not asked again; so does a site that is not part of the job.
+    """
+
+    def __init__(self, deadline: float, tell: Callable[[Table], None]):
         self._deadline, self._tell = deadline, tell
         self._dead: set[str] = set()
 
-    def _lose(self, site: str) -> None:
-        self._dead.add(site)
-        self._tell({"lost": site})
-
     def __call__(self, cell: int, messages: dict[str, bytes]) -> Mapping[str, bytes | Exception]:
+        """Return each site's answer, or the error in its place; dead sites have no entry."""
         for site in messages.keys() - {client.name for client in collab.clients} - self._dead:
             self._lose(site)
-        waiting: dict[str, Any] = {
+        waiting: dict[str, Any] = {  # results that arrive later
             site: collab.get_clients([site])(blocking=False, timeout=self._deadline).answer(
                 cell, data
             )
@@ -268,5 +290,9 @@ class Calls:
                 found[failed] = RuntimeError(str(error).splitlines()[-1] if str(error) else "lost")
                 self._lose(failed)
         if collab.is_aborted:
-            raise TooFew("the job was ended")
+            raise TooFew("the job was aborted")
         return found
+
+    def _lose(self, site: str) -> None:
+        self._dead.add(site)
+        self._tell({"lost": site})

@@ -1,4 +1,4 @@
-"""What must not be lost, on disk, and folders that belong to one process at a time."""
+"""An append-only journal on disk: a base record and the records appended since."""
 
 from __future__ import annotations
 
@@ -8,44 +8,49 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedsolve.storage.atomic import keep_names, write_atomically
+from fedsolve.storage.atomic import sync_folder, write_atomically
 
-Parts = Sequence[bytes | memoryview]  # bytes, one after the other
+Parts = Sequence[bytes | memoryview]  # the pieces of a record, written one after the other
 HEADER = struct.Struct("<QI")  # a record's length and checksum
+PARENTS = 3  # folders above a journal that are synced with it
+LONG = 2**24  # bytes of records from which a new base can be worth writing
 
 
 class Journal:
-    """Records on disk, one after the other: a base, and what was appended since. One write to the
-    disk for each; what was cut short at the end was never told anybody."""
+    """A base record and the records appended since, in a folder of one process.
+
+    Every record is on the disk when `append` returns. A record that was cut short by a crash was
+    not yet used by anyone, and is dropped by `load`.
+    """
 
     def __init__(self, home: Path):
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for folder in home.parents[:3]:  # a power cut must not take the run's folders, either
-            keep_names(folder)
+        for folder in home.parents[:PARENTS]:  # the run's new folders must survive a power failure
+            sync_folder(folder)
         self._home, self._number = home, _newest(home)
-        self._base = self._length = 0  # bytes of the base, and of what follows
+        self._base_size = self._records_size = 0  # in bytes
 
     def load(self) -> tuple[bytes | None, list[bytes]]:
-        """The base, if there is one, and the records after it; more can be appended then."""
+        """Return the base, if any, and the records after it, and open the journal for `append`."""
         base, records = read(self._home)
-        self._base = len(base or b"")
-        self._length = sum(HEADER.size + len(record) for record in records)
-        path = self._path("records", ".log")
+        self._base_size = len(base or b"")
+        self._records_size = sum(HEADER.size + len(record) for record in records)
+        path = self._records_path()
         if path.exists():
-            os.truncate(path, self._length)
-        self._begin()
+            os.truncate(path, self._records_size)
+        self._open()
         return base, records
 
-    def _begin(self) -> None:
-        self._file = open(self._path("records", ".log"), "ab")  # noqa: SIM115 (held all the time)
-        keep_names(self._home)
+    def _open(self) -> None:
+        self._file = open(self._records_path(), "ab")  # noqa: SIM115 (open as long as the journal)
+        sync_folder(self._home)
 
     def __del__(self):
         if hasattr(self, "_file"):
             self._file.close()
 
     def append(self, record: Parts) -> None:
-        """A record, in parts."""
+        """Append a record, given in pieces, and wait until it is on the disk."""
         size, checksum = sum(map(len, record)), 0
         for part in record:
             checksum = zlib.crc32(part, checksum)
@@ -53,48 +58,58 @@ class Journal:
             self._file.write(part)
         self._file.flush()
         os.fdatasync(self._file.fileno())
-        self._length += HEADER.size + size
+        self._records_size += HEADER.size + size
 
     def is_long(self) -> bool:
-        """Whether a new base would be much shorter."""
-        return self._length > 2**24 + 8 * self._base
+        """Return whether replacing base and records by a new base would save much space."""
+        return self._records_size > LONG + 8 * self._base_size
 
     def restart(self, base: Parts) -> None:
-        """Begins anew from a base that has everything."""
-        old = [self._path("base", ".safetensors"), self._path("records", ".log")]
-        self._number, self._base, self._length = self._number + 1, sum(map(len, base)), 0
-        write_atomically(self._path("base", ".safetensors"), *base)
+        """Replace everything by a new base, which must contain all that is still needed."""
+        old = [self._base_path(), self._records_path()]
+        self._number += 1
+        self._base_size, self._records_size = sum(map(len, base)), 0
+        write_atomically(self._base_path(), *base)
         self._file.close()
-        self._begin()
+        self._open()
         for path in old:
             path.unlink(missing_ok=True)
 
-    def _path(self, name: str, suffix: str) -> Path:
-        return _path(self._home, self._number, name, suffix)
+    def _base_path(self) -> Path:
+        return _base_path(self._home, self._number)
+
+    def _records_path(self) -> Path:
+        return _records_path(self._home, self._number)
 
 
 def read(home: Path) -> tuple[bytes | None, list[bytes]]:
-    """What a journal has, which may be another process's: its base, and the records after it."""
+    """Return a journal's base, if any, and the records after it, without changing anything.
+
+    The journal may belong to another process. Reading stops at the first incomplete record.
+    """
     number = _newest(home)
-    base, path = (
-        _path(home, number, *name) for name in (("base", ".safetensors"), ("records", ".log"))
-    )
-    data, here, records = path.read_bytes() if path.exists() else b"", 0, []
-    while len(data) >= here + HEADER.size:
-        size, checksum = HEADER.unpack_from(data, here)
-        start = here + HEADER.size
+    base, path = _base_path(home, number), _records_path(home, number)
+    data, position, records = path.read_bytes() if path.exists() else b"", 0, []
+    while len(data) >= position + HEADER.size:
+        size, checksum = HEADER.unpack_from(data, position)
+        start = position + HEADER.size
         record = data[start : start + size]
         if len(record) < size or zlib.crc32(record) != checksum:
             break
         records.append(record)
-        here = start + size
+        position = start + size
     return base.read_bytes() if base.exists() else None, records
 
 
 def _newest(home: Path) -> int:
+    """Return the number of a journal's newest base, or 0 if it has none."""
     numbers = [int(path.stem.split("-")[1]) for path in home.glob("base-*.safetensors")]
     return max(numbers, default=0)
 
 
-def _path(home: Path, number: int, name: str, suffix: str) -> Path:
-    return home / f"{name}-{number}{suffix}"
+def _base_path(home: Path, number: int) -> Path:
+    return home / f"base-{number}.safetensors"
+
+
+def _records_path(home: Path, number: int) -> Path:
+    return home / f"records-{number}.log"

@@ -1,22 +1,24 @@
-"""How a site starts a job's process."""
+"""The way in which a site starts a job's process."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from nvflare.apis.job_launcher_spec import JobReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_launcher_spec import JobHandleSpec, JobReturnCode
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 
 
 class TolerantLauncher(ClientProcessJobLauncher):
-    """A site whose job process was killed must not fail the job of all the others: FLARE ends the
-    whole job for an execution error, and goes on for an unknown end."""
+    """Keep a job running on the other sites when this site's job process is killed.
 
-    def launch_job(self, job_meta: dict, fl_ctx: Any) -> Any:
+    FLARE ends the whole job for the return code EXECUTION_ERROR, but not for UNKNOWN.
+    """
+
+    def launch_job(self, job_meta: dict, fl_ctx: FLContext) -> JobHandleSpec:
+        """Start a job's process; its handle reports UNKNOWN in place of EXECUTION_ERROR."""
         handle = super().launch_job(job_meta, fl_ctx)
         poll = handle.poll
 
-        def tolerant() -> Any:
+        def tolerant() -> int:
             code = poll()
             return JobReturnCode.UNKNOWN if code == JobReturnCode.EXECUTION_ERROR else code
 

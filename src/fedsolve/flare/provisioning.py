@@ -1,4 +1,4 @@
-"""Kits: what each machine of a federation gets, with its certificate and what it may be asked."""
+"""Startup kits: each machine's certificate and its policy on what jobs may do there."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from typing import Any
 
 from fedsolve.errors import InvalidInput
 from fedsolve.storage.atomic import write_atomically
+from fedsolve.types import Table
 
 ADMIN = "admin@fedsolve.local"
-ALLOWED = (
+ALLOWED = (  # classes that a job may name; kits and job files on other machines have these paths
     "nvflare.collab.runtime.controller.CollabController",
     "nvflare.collab.runtime.executor.CollabExecutor",
     "fedsolve.flare.jobs.Coordinator",
@@ -24,28 +25,80 @@ ALLOWED = (
 RIGHTS = {  # of the administrator, on every machine; nobody else has any
     **dict.fromkeys(["submit_job", "clone_job", "manage_job", "download_job"], "any"),
     **dict.fromkeys(["app_command", "view", "operate"], "any"),
-    # A job with code of its own would be free of the list of classes above.
+    # Code that comes with a job is not checked against the list of classes above.
     **dict.fromkeys(["byoc", "shell_commands", "server-predeployed-flwr"], "none"),
 }
 AUTHORITY = Path("fedsolve", "state", "cert.json")  # in the folder of a federation's kits
-ROOT_DAYS = 3650  # the authority outlives the certificates that it makes, of 360 days,
-RENEW_DAYS = 90  # and renews those that end so soon
-KIT_NAMES = {  # where the parts of a kit tell whose it is
+ROOT_DAYS = 3650  # validity of the authority's own certificate; FLARE gives the others 360 days
+RENEW_DAYS = 90  # certificates that expire within this time are renewed
+DEFAULT_PORT = 8002
+KIT_NAMES = {  # startup file of a kit: keys that lead to the name of the machine
     "fed_server.json": ("servers", 0, "admin_server"),
     "fed_client.json": ("client", "fqsn"),
 }
 
 
+def init(file: Path, out: Path) -> dict[str, Path]:
+    """Make the kits for the federation that a TOML file describes: `server`, `port`, `sites`.
+
+    Return the folders of the new kits by name. If `out` has kits already, only those that are
+    missing or expire soon are made.
+    """
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInput(f"Cannot read {file}: {error}.") from error
+    missing = [key for key in ("server", "sites") if key not in table]
+    if missing:
+        raise InvalidInput(f"{file} needs `server` (a host name) and `sites` (a list of names).")
+    names = table["sites"]
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
+        raise InvalidInput(f"{file}: sites must be a list of names, got {names!r}.")
+    if out.exists() and not (out / AUTHORITY).exists():
+        raise InvalidInput(f"{out} exists and is not a folder of kits.")
+    return make_kits(out, str(table["server"]), table.get("port", DEFAULT_PORT), names)
+
+
 def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str, Path]:
-    """A federation's kits, for the server, each site, the administrator. In a folder that has some
-    already the authority is the same, and so are certificates that are good for a while longer:
-    what is given are the kits with new ones."""
-    before, root = _kept_certificates(folder), {"root_valid_days": ROOT_DAYS}
+    """Make kits for the server, each site and the administrator; return those that are new.
+
+    In a folder that has kits already, the authority and certificates that remain valid for a while
+    are kept.
+    """
+    before = _kept_certificates(folder)
     names = [host, *sites, ADMIN]
     if before >= {*names}:
-        raise InvalidInput(f"{folder} has kits for all of these; good certificates are kept.")
-    builders = ["workspace.WorkspaceBuilder", "static_file.StaticFileBuilder", "cert.CertBuilder"]
-    project: dict[str, Any] = {
+        raise InvalidInput(
+            f"{folder} has kits for all of these names, and their certificates are still valid."
+        )
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    plan = folder / "project.yml"
+    plan.write_text(json.dumps(_project(host, port, sites)), encoding="utf-8")  # JSON is YAML
+    command = ["provision", "-p", str(plan), "-w", str(folder), "--force"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nvflare.cli", *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HOME": str(folder)},
+    )
+    made = max((folder / "fedsolve").glob("prod_*"), default=folder)
+    if not (made / host).is_dir() or done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
+    for path in (*made.rglob("*.key"), folder / AUTHORITY):
+        path.chmod(0o600)  # the authority's file has the key that signs all certificates
+    return {name: made / name for name in names if name not in before}
+
+
+def _project(host: str, port: int, sites: list[str]) -> Table:
+    """Return the project that `nvflare provision` takes."""
+    builders = {
+        "workspace.WorkspaceBuilder": {"template_file": ["master_template.yml"]},
+        "static_file.StaticFileBuilder": {"scheme": "grpc"},
+        "cert.CertBuilder": {"root_valid_days": ROOT_DAYS},
+        "signature.SignatureBuilder": {},
+    }
+    return {
         "api_version": 3,
         "name": "fedsolve",
         "description": "made by fedsolve",
@@ -56,43 +109,13 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
         ],
         "builders": [
             {"path": f"nvflare.lighter.impl.{builder}", "args": arguments}
-            for builder, arguments in zip(
-                [*builders, "signature.SignatureBuilder"],
-                [{"template_file": ["master_template.yml"]}, {"scheme": "grpc"}, root, {}],
-                strict=True,
-            )
+            for builder, arguments in builders.items()
         ],
     }
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    plan = folder / "project.yml"
-    plan.write_text(json.dumps(project), encoding="utf-8")  # JSON is YAML
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "nvflare.cli",
-            "provision",
-            "-p",
-            str(plan),
-            "-w",
-            str(folder),
-            "--force",
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HOME": str(folder)},
-    )
-    made = max((folder / "fedsolve").glob("prod_*"), default=folder)
-    if not (made / host).is_dir() or done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
-    for path in (*made.rglob("*.key"), folder / AUTHORITY):
-        path.chmod(0o600)  # the last one has the key that makes all others
-    return {name: made / name for name in names if name not in before}
 
 
 def _kept_certificates(folder: Path) -> set[str]:
-    """Whose certificates the authority of that folder keeps; of others it makes new ones."""
+    """Return whose certificates the folder's authority keeps, and remove those to be renewed."""
     from cryptography import x509
 
     if not (folder / AUTHORITY).exists():
@@ -110,28 +133,29 @@ def _kept_certificates(folder: Path) -> set[str]:
 
 
 def kit_name(kit: Path) -> str:
-    """Whose kit this is, whatever its folder is called."""
+    """Return the name of a kit's machine, which need not be the name of the folder."""
     for file, path in KIT_NAMES.items():
         if (kit / "startup" / file).exists():
-            found: Any = json.loads((kit / "startup" / file).read_text())
+            found = json.loads((kit / "startup" / file).read_text())
             for key in path:
                 found = found[key]
             return str(found)
-    raise InvalidInput(f"{kit} is no kit of a server or a site.")
+    raise InvalidInput(f"{kit} is not the kit of a server or a site.")
 
 
 def prepare(kit: Path) -> None:
-    """A kit's local policy: what classes jobs may name, that they bring no code and nobody looks
-    into files, where jobs are kept, what is logged.
+    """Write a kit's local policy.
 
-    Made at every start, since a kit is carried from where it was made to where it is used.
+    It says which classes jobs may name, forbids code in jobs and remote reading of files, and sets
+    where jobs are stored and what is logged. It is written at every start, as it contains the path
+    of the kit, which is carried from one machine to another.
     """
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources["class_allow_list"] = list(ALLOWED)
     resources["allow_log_streaming"] = False  # a site's log stays there
     resources["components"] = [c for c in resources["components"] if "log" not in c["id"]]
-    for component in resources.get("components", []):
+    for component in resources["components"]:
         if component.get("id") == "process_launcher":
             component["path"] = component["path"].replace(
                 "nvflare.app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher",
@@ -148,7 +172,7 @@ def prepare(kit: Path) -> None:
     logging = json.loads((local / "log_config.json.default").read_text())
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
-    # The administrator may ask a job for news before it can answer: no error.
+    # The administrator may ask a job for news before the job can answer; that is not an error.
     quiet = "nvflare.private.fed.server.server_commands.AppCommandProcessor"
     logging.setdefault("loggers", {})[quiet] = {"level": "CRITICAL"}
     (local / "log_config.json").write_text(json.dumps(logging, indent=1))

@@ -1,4 +1,6 @@
-"""What a machine's owner says in its own file. The server can name a problem, never a path.
+"""A machine owner's own file: the site's data, and what jobs may use beside Fedsolve itself.
+
+The server can name a problem, but never a path:
 
     [data]
     share = [0, 5]            # five clients of the problem's own data, from client 0 on
@@ -8,10 +10,10 @@ or
     path = "patients.npz"     # arrays with a leading client axis, by the names the problem uses
 or
     [data]
-    loader = "clinic.data:patients"     # the owner's own function of the path; gives such arrays
+    loader = "clinic.data:patients"     # the owner's function of the path; returns such arrays
     path = "patients.csv"
 
-    [allow]                   # beside what comes with the package; nothing unless written here
+    [allow]                   # beside what comes with Fedsolve; nothing unless written here
     problems = ["clinic.models:survival"]
     algorithms = ["clinic.methods:Ours"]
 """
@@ -20,8 +22,8 @@ from __future__ import annotations
 
 import importlib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,10 +31,11 @@ import numpy as np
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Table
 
 
-def owners_file(path: Path) -> dict[str, Any]:
-    """What the owner wrote."""
+def read_owners_file(path: Path) -> Table:
+    """Read an owner's file and check the names of its tables."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -43,39 +46,38 @@ def owners_file(path: Path) -> dict[str, Any]:
     return table
 
 
-def allowed(table: dict[str, Any]) -> list[str]:
-    """Problems and algorithms outside the package that the owner lets others run here."""
-    entries = table.get("allow", {})
-    names = [name for key in ("problems", "algorithms") for name in entries.get(key, [])]
-    if not all(isinstance(name, str) for name in names) or entries.keys() - {
-        "problems",
-        "algorithms",
-    }:
+def allowed_names(table: Table) -> list[str]:
+    """Return the problems and algorithms of other packages that jobs may use on this machine."""
+    entries, keys = table.get("allow", {}), ("problems", "algorithms")
+    names = [name for key in keys for name in entries.get(key, [])]
+    if not all(isinstance(name, str) for name in names) or entries.keys() - {*keys}:
         raise InvalidInput('[allow] takes `problems` and `algorithms`, lists of "module:name".')
     return names
 
 
 def check_data(path: Path) -> None:
-    """Refuses a site's file that cannot be right."""
-    table = owners_file(path)
-    allowed(table)
+    """Raise if a site's file cannot be right, without loading its data."""
+    table = read_owners_file(path)
+    allowed_names(table)
     data = table.get("data", {})
     share, loader = data.get("share"), data.get("loader")
     if share is not None:
         if not (isinstance(share, list) and [type(x) for x in share] == [int, int]):
-            raise InvalidInput(f"{path}: share takes [first client, how many], got {share!r}.")
+            raise InvalidInput(f"{path}: share takes [first client, number], got {share!r}.")
         if share[0] < 0 or share[1] < 1:
-            raise InvalidInput(f"{path}: share takes some clients, got {share!r}.")
+            raise InvalidInput(
+                f"{path}: share takes a first client from 0 on and at least one, got {share!r}."
+            )
     elif not isinstance(loader, str) or not isinstance(data.get("path"), str):
         raise InvalidInput(f"{path}: [data] needs `share`, or `loader` and a `path`.")
     elif loader != "npz" and ":" not in loader:
         raise InvalidInput(f'{path}: loader takes "npz" or "module:function", got {loader!r}.')
 
 
-def own_clients(path: Path) -> dict[str, Any] | None:
-    """The arrays that a site's file names, looked at; None for a share of the problem's own."""
+def load_clients(path: Path) -> Mapping[str, object] | None:
+    """Load the arrays that a site's file names; None if it takes a share of the problem's data."""
     check_data(path)
-    data = owners_file(path)["data"]
+    data = read_owners_file(path)["data"]
     if "share" in data:
         return None
     source, loader = Path(path.parent, data["path"]), data["loader"]
@@ -86,10 +88,10 @@ def own_clients(path: Path) -> dict[str, Any] | None:
         else:
             module, _, name = loader.partition(":")
             found = getattr(importlib.import_module(module), name)(source)
-    except Exception as error:  # a loader is its owner's: whatever it does, they are told
+    except Exception as error:  # an owner's loader may raise anything
         raise InvalidInput(f"Cannot load {source}: {type(error).__name__}: {error}.") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise InvalidInput(f"{source}: {loader} must give arrays by name.")
+        raise InvalidInput(f"{source}: {loader} must return a dictionary of arrays.")
     sizes = {np.shape(each)[:1] for each in found.values()}
     if len(sizes) != 1 or not all(size and size[0] for size in sizes):
         shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in found.items())
@@ -98,11 +100,11 @@ def own_clients(path: Path) -> dict[str, Any] | None:
 
 
 def site_problem(problem: Problem, path: Path) -> Problem:
-    """The problem with this site's clients."""
-    found = own_clients(path)
+    """Return the problem with this site's clients in place of all."""
+    found = load_clients(path)
     if found is not None:
         return problem.with_clients(found)
-    first, count = owners_file(path)["data"]["share"]
+    first, count = read_owners_file(path)["data"]["share"]
     if first + count > problem.n:
         raise InvalidInput(f"{path}: the problem has {problem.n} clients, not {first + count}.")
     own = jax.tree.map(lambda leaf: leaf[first : first + count], problem.samples)

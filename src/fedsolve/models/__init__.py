@@ -1,17 +1,12 @@
-"""Networks that need nothing but JAX and Equinox, with save and load."""
+"""Networks for images, built from JAX and Equinox alone, and their parameters in files."""
 
-from fedsolve.models.networks import (
-    CNN,
-    MLP,
-    Attention,
-    Block,
-    GroupNorm,
-    Network,
-    ResNet18,
-    VisionTransformer,
-    load,
-    save,
-)
+from fedsolve.models.base import Network
+from fedsolve.models.cnn import CNN
+from fedsolve.models.files import load, save
+from fedsolve.models.layers import GroupNorm
+from fedsolve.models.mlp import MLP
+from fedsolve.models.resnet import Block, ResNet18
+from fedsolve.models.vision_transformer import Attention, VisionTransformer
 
 __all__ = [
     "CNN",

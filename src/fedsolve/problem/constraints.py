@@ -1,4 +1,4 @@
-"""Functional constraints g(w) ≤ 0: what a client measures, what the server makes of it, and what a
+"""Functional constraints g(w) ≤ 0: what a client measures, how the server combines it, and what a
 client descends.
 
 | kind | clients send | g(w) |
@@ -13,7 +13,6 @@ A plain function given as a problem's constraint is a `Mean`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,66 +22,142 @@ from jaxtyping import Array, Float, PyTree
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.samples import Samples
+from fedsolve.types import Number
 
 Weights = Float[Array, " m"] | None
+Scale = Number | int | None
 Exact = Callable[..., Callable]  # function, sums=False -> the same, exact on padded samples
 
 
 class Constraint(eqx.Module):
-    """g(w) ≤ 0, split between clients and server."""
+    """Base class of constraints g(w) ≤ 0, divided between clients and server.
 
-    def measure(self, params: PyTree, samples: Samples, scale: Any) -> PyTree:
-        """On a client: what it sends about g at `params`.
+    Subclass it for a constraint that is not a `Mean`, `Statistics` or `Maximum`.
+    """
 
-        `scale` is its size over the number of samples looked at (None: there is no such number).
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> PyTree:
+        """Compute, on a client, what it sends about g.
+
+        Args:
+            params: Where to evaluate.
+            samples: The client's samples, or a minibatch of them.
+            scale: The client's size over the number of those samples; None if they are several sets
+                of samples, for which there is no such number.
+
+        Returns:
+            The client's reply, any structure of arrays.
         """
         raise NotImplementedError
 
     def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], PyTree]:
-        """On the server: g, and what clients must know to descend it (None: nothing). `weights` are
-        what clients count in means; sums over samples have theirs."""
+        """Compute, on the server, g from the clients' measurements.
+
+        Args:
+            replies: The measurements of the clients that replied.
+            weights: The clients' weights in means; equal by default. Sums over samples do not use
+                them.
+
+        Returns:
+            The value of g, and what clients must know to descend it (the `focus`; None if nothing).
+        """
         raise NotImplementedError
 
     def local(self, params: PyTree, samples: Samples, focus: PyTree) -> Float[Array, ""]:
-        """On a client: the function whose gradient it follows to reduce g."""
+        """Compute, on a client, the function whose gradient it follows to reduce g.
+
+        Args:
+            params: Where to evaluate.
+            samples: The client's samples, or a minibatch of them.
+            focus: What `combine` returned for the clients.
+
+        Returns:
+            The value, a scalar.
+        """
         raise NotImplementedError
 
     def adapt(self, exact: Exact) -> Constraint:
-        """The same constraint with its functions made exact on padded samples."""
+        """Return the same constraint with its functions made exact on padded samples.
+
+        Args:
+            exact: Function that makes a user's function of (params, data) exact; with `sums=True`
+                for one that returns sums over samples.
+
+        Returns:
+            The constraint to use; its functions take `Samples` in place of data.
+        """
         raise NotImplementedError
 
 
 class Mean(Constraint):
-    """g(w) = (1/n) Σ g_j(w), with `function(params, one client's data)` as g_j."""
+    """The constraint g(w) = (1/n) Σ g_j(w).
+
+    Args:
+        function: g_j, a function of (params, one client's data) that returns a scalar.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> problem = fs.Problem(
+        ...     lambda w, data: -w[0],
+        ...     {"limit": np.array([1.0, 3.0])},
+        ...     params=np.zeros(1),
+        ...     constraint=fs.Mean(lambda w, data: w[0] - data["limit"]),
+        ... )
+        >>> type(problem.constraint).__name__
+        'Mean'
+    """
 
     function: Callable = eqx.field(static=True)
 
-    def measure(self, params: PyTree, samples: Samples, scale: Any) -> Float[Array, ""]:
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> Float[Array, ""]:
+        """Compute g_j."""
         return self.function(params, samples)
 
     def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], None]:
+        """Compute the mean of the clients' values."""
         return replies.mean(weights), None
 
     def local(self, params: PyTree, samples: Samples, focus: None) -> Float[Array, ""]:
+        """Compute g_j."""
         return self.function(params, samples)
 
     def adapt(self, exact: Exact) -> Mean:
+        """Return the constraint with its function made exact on padded samples."""
         return Mean(exact(self.function))
 
 
 class Statistics(Constraint):
-    """g is a function of sums over all clients' samples, such as a gap between two rates.
+    """A constraint on sums over all clients' samples, such as a gap between two rates.
 
-    `statistics(params, one client's data)` gives sums over that client's samples (any pytree; on
-    clients of different sizes it must look at `data["mask"]`), and `combine_sums(sums)` gives g
-    from their totals. A client descends `combine_sums` of its own sums, so a client whose own sums
-    cannot be combined (it has nobody of one group) must be given a finite value there.
+    A client descends `combine_sums` of its own sums, so `combine_sums` must return a finite value
+    also for a client that has, say, no samples of one group.
+
+    Args:
+        statistics: Function of (params, one client's data) that returns sums over that client's
+            samples, in any structure. On clients of different sizes it must use `data["mask"]`.
+        combine_sums: Function that computes g from the totals of those sums.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> def sums(w, data):
+        ...     return jnp.sum(data["x"] * w), jnp.float32(data["x"].size)
+        >>> problem = fs.Problem(
+        ...     lambda w, data: -w[0],
+        ...     {"x": np.ones((2, 3))},
+        ...     params=np.zeros(1),
+        ...     constraint=fs.Statistics(sums, lambda totals: totals[0] / totals[1] - 0.5),
+        ... )
+        >>> type(problem.constraint).__name__
+        'Statistics'
     """
 
     statistics: Callable = eqx.field(static=True)
     combine_sums: Callable = eqx.field(static=True)
 
-    def measure(self, params: PyTree, samples: Samples, scale: Any) -> PyTree:
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> PyTree:
+        """Compute the client's sums, scaled up from a minibatch to all of its samples."""
         if scale is None:
             raise InvalidInput(
                 "A minibatch cannot stand for sums over several sets of samples; "
@@ -91,17 +166,35 @@ class Statistics(Constraint):
         return jax.tree.map(lambda total: total * scale, self.statistics(params, samples))
 
     def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], None]:
+        """Compute g from the totals over clients."""
         return self.combine_sums(replies.sum()), None
 
     def local(self, params: PyTree, samples: Samples, focus: None) -> Float[Array, ""]:
+        """Compute g from the client's sums alone."""
         return self.combine_sums(self.statistics(params, samples))
 
     def adapt(self, exact: Exact) -> Statistics:
+        """Return the constraint with its sums made exact on padded samples."""
         return Statistics(exact(self.statistics, sums=True), self.combine_sums)
 
 
 class Maximum(Constraint):
-    """g(w) = max_k g^(k)(w). Clients descend the part that is largest over all of them."""
+    """The constraint g(w) = max_k g^(k)(w).
+
+    Clients descend the part that is largest over all clients.
+
+    Args:
+        *parts: The constraints g^(k), or plain functions of (params, one client's data).
+
+    Raises:
+        InvalidInput: If there are no parts.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> both = fs.Maximum(lambda w, data: w[0] - 1, fs.Mean(lambda w, data: -w[0]))
+        >>> [type(part).__name__ for part in both.parts]
+        ['Mean', 'Mean']
+    """
 
     parts: tuple[Constraint, ...]
 
@@ -110,27 +203,31 @@ class Maximum(Constraint):
             raise InvalidInput("Maximum needs at least one constraint.")
         self.parts = tuple(as_constraint(part) for part in parts)
 
-    def measure(self, params: PyTree, samples: Samples, scale: Any) -> tuple:
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple:
+        """Compute the measurements of all parts."""
         return tuple(part.measure(params, samples, scale) for part in self.parts)
 
     def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], tuple]:
+        """Compute the largest part, and tell clients which one it is."""
         combined = [part.combine(replies.pick(k), weights) for k, part in enumerate(self.parts)]
         values = jnp.stack([value for value, _ in combined])
         largest = jnp.argmax(values).astype(jnp.uint8)
         return jnp.max(values), (largest, tuple(focus for _, focus in combined))
 
     def local(self, params: PyTree, samples: Samples, focus: tuple) -> Float[Array, ""]:
+        """Compute the client's part of the constraint that is largest."""
         largest, inner = focus
         branches = [
-            lambda p, part=part, look=look: part.local(p, samples, look)
-            for part, look in zip(self.parts, inner, strict=True)
+            lambda p, part=part, own_focus=own_focus: part.local(p, samples, own_focus)
+            for part, own_focus in zip(self.parts, inner, strict=True)
         ]
         return jax.lax.switch(largest, branches, params)
 
     def adapt(self, exact: Exact) -> Maximum:
+        """Return the constraint with its parts made exact on padded samples."""
         return Maximum(*(part.adapt(exact) for part in self.parts))
 
 
 def as_constraint(constraint: Constraint | Callable) -> Constraint:
-    """A constraint as the user may give it: a plain function of (params, data) is a mean."""
+    """Return a user's constraint as a `Constraint`; a plain function is a `Mean`."""
     return constraint if isinstance(constraint, Constraint) else Mean(constraint)

@@ -1,21 +1,21 @@
-"""What is to be solved, and what a client sees of it.
+"""What is to be solved.
 
     minimise f(w) = (1/n) Σ_j f_j(w)   subject to   g(w) ≤ 0,   w in X.
 
-Problems and models see parameters in their own structure; algorithms see one flat vector w. The two
-meet here and nowhere else.
+Problems and models see parameters in their own structure; algorithms see one flat vector w.
+`Problem` converts between the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
@@ -23,26 +23,48 @@ from fedsolve.problem.client import Client
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import Layout, as_device_array, is_parameter
-from fedsolve.problem.samples import Samples, as_samples, per_client, pool
+from fedsolve.problem.padding import per_client
+from fedsolve.problem.samples import Samples, as_samples
+from fedsolve.problem.stacking import pool
+from fedsolve.types import PRNGKey, Vector
 
 
 class Problem(eqx.Module):
     """A federated optimization problem.
 
-    - `objective(params, data)`: f_j, a scalar, of parameters and one client's data.
-    - `clients`: all clients' data; every leaf has a leading client axis (`stack_clients` makes it
-      from clients of different sizes).
-    - `params`: where to start, in any structure of floating-point arrays.
-    - `constraint`: g_j in the same form as `objective`, or a `Constraint`; None for none.
-    - `domain`: X, as a `Domain` or as a function that projects parameters onto it.
-    - `batch_size`: clients' gradients and constraint values come from that many samples, drawn
-      anew each time; None for all of them. Evaluation always uses all.
-    - `metrics`, `test`: functions of (params, test) to follow during a run, by name.
-    - `optimum`: f*, the least objective under the constraint, where it is known.
-    - `validation`: data that the server holds, in the form of one client's data, for those who
-      weigh clients by it.
-    - `representation(params, data)`: a row for each sample, such as the output of a network's last
-      hidden layer, for those who compare models by it.
+    Args:
+        objective: f_j, a function of (params, one client's data) that returns a scalar.
+        clients: All clients' data; every leaf has a leading client axis. `stack_clients` makes it
+            from clients of different sizes.
+        params: The initial parameters, in any structure of floating-point arrays.
+        constraint: g_j in the same form as `objective`, or a `Constraint`; None for none.
+        domain: X, as a `Domain` or as a function that projects parameters onto it.
+        batch_size: The number of samples from which a client's gradients and constraint values are
+            computed, drawn anew each time; None for all of them. Evaluation always uses all.
+        test: Data for the metrics.
+        metrics: Functions of (params, test) to record during a run, by name.
+        optimum: f*, the least objective under the constraint, if it is known.
+        validation: Data that the server holds, in the form of one client's data, for weighting
+            rules that use it.
+        representation: Function of (params, one client's data) that returns a row for each sample,
+            such as the output of a network's last hidden layer, for algorithms that compare models
+            by it.
+
+    Raises:
+        InvalidInput: If the data or parameters are empty, of the wrong type or not finite, or if a
+            function fails on one client's data, does not return a scalar, or would be changed by
+            padding.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> def loss(w, data):
+        ...     return 0.5 * jnp.mean((data["x"] @ w - data["y"]) ** 2)
+        >>> data = {"x": np.ones((4, 6, 3)), "y": np.zeros((4, 6))}
+        >>> problem = fs.Problem(loss, data, params=np.zeros(3), domain=fs.Ball(1.0))
+        >>> problem.n, problem.dimension
+        (4, 3)
     """
 
     objective: Callable = eqx.field(static=True)
@@ -104,44 +126,100 @@ class Problem(eqx.Module):
         return jax.tree.leaves(self.samples)[0].shape[0]
 
     @property
-    def size(self) -> int:
+    def dimension(self) -> int:
         """The number of parameters, d."""
         return self.layout.size
 
-    def start(self) -> Float[Array, " d"]:
-        """The initial parameters as a vector."""
+    @property
+    def size(self) -> int:
+        """An alias of `dimension`, kept for this version."""
+        return self.dimension
+
+    def start(self) -> Vector:
+        """Return the initial parameters as a vector."""
         return self.layout.ravel(self.params)
 
-    def project(self, w: Float[Array, " d"]) -> Float[Array, " d"]:
-        """Π_X."""
+    def project(self, w: Vector) -> Vector:
+        """Compute Π_X(w).
+
+        Args:
+            w: A point.
+
+        Returns:
+            The nearest point of X.
+        """
         if isinstance(self.domain, Domain):
             return self.domain.project(w)
         return self.layout.ravel(self.domain(self.layout.unravel(w)))
 
-    def value(self, w: Float[Array, " d"], samples: Samples) -> Float[Array, ""]:
-        """f_j(w) on those samples."""
+    def value(self, w: Vector, samples: Samples) -> Float[Array, ""]:
+        """Compute f_j(w).
+
+        Args:
+            w: Where to evaluate.
+            samples: The samples of one client.
+
+        Returns:
+            The value, a scalar.
+        """
         return self.objective(self.layout.unravel(w), samples)
 
-    def validate(self, w: Float[Array, " d"]) -> Float[Array, ""]:
-        """The objective on the data that the server holds."""
+    def validate(self, w: Vector) -> Float[Array, ""]:
+        """Compute the objective on the data that the server holds.
+
+        Args:
+            w: Where to evaluate.
+
+        Returns:
+            The value, a scalar.
+        """
         return self.value(w, Samples(self.validation))
 
-    # What a problem says for itself where its functions f_j and g_j alone do not say it
+    # For subclasses whose functions f_j and g_j alone do not describe the problem
 
-    def client(self, *seen: Any) -> Client:
-        """What a client method sees, from what `Client` takes after the problem. A problem with
-        clients of its own kind makes them here."""
-        return Client(self, *seen)
+    def client(
+        self,
+        samples: Samples,
+        w: Vector,
+        round: Int[Array, ""],
+        index: Int[Array, ""],
+        key: PRNGKey,
+        memory: PyTree = None,
+        /,
+    ) -> Client:
+        """Make the client that a client method sees.
+
+        Override it in a problem whose clients are of a subclass of `Client`.
+
+        Args:
+            samples: The client's samples.
+            w: The parameters that every client holds.
+            round: The round, counted from 0.
+            index: The client's index.
+            key: The client's key in this exchange.
+            memory: What the client keeps between rounds.
+
+        Returns:
+            The client.
+        """
+        return Client(self, samples, w, round, index, key, memory)
 
     def init_memory(self) -> PyTree:
-        """What one client remembers before the first round; by default nothing."""
+        """Return what one client keeps before the first round; by default nothing."""
         return None
 
-    def values(self, w: Float[Array, " d"], samples: Samples, key: Any) -> dict[str, PyTree]:
-        """At an evaluation, for one client: f_j(w) from all of its samples, and what it would send
-        about g. Where they must be drawn, `key` is this evaluation's and this client's own.
+    def values(self, w: Vector, samples: Samples, key: PRNGKey | None) -> dict[str, PyTree]:
+        """Evaluate one client.
 
-        What else is found here (scalars, by name) is averaged over clients for the history.
+        Args:
+            w: Where to evaluate.
+            samples: All samples of the client.
+            key: Key of this evaluation and this client, for problems that draw their samples.
+
+        Returns:
+            `"objective"`, which is f_j(w), and `"constraint"`, what the client would send about g,
+            if there is a constraint. Other entries (scalars) are averaged over clients for the
+            history.
         """
         params = self.layout.unravel(w)
         found = {"objective": self.objective(params, samples)}
@@ -150,25 +228,48 @@ class Problem(eqx.Module):
         return found
 
     def with_clients(self, clients: PyTree) -> Problem:
-        """The same problem over other clients."""
+        """Return the same problem over other clients.
+
+        Args:
+            clients: All clients' data, as for the constructor.
+
+        Returns:
+            The new problem; its optimum is not known.
+        """
         objective, constraint = self.given
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
 
     def pooled(self) -> Problem:
-        """The same problem with all samples in one place: centralized training is an algorithm's
-        run on it. f is then the mean over all samples, not over clients."""
+        """Return the same problem with all samples on one client, for centralized training.
+
+        f is then the mean over all samples, not over clients.
+        """
         return self.with_clients(pool(self.samples))
 
-    def on_device(self, dtype: Any = None) -> Problem:
-        """The same problem with its arrays on JAX's device, floating ones in `dtype` if given."""
+    def on_device(self, dtype: DTypeLike | None = None) -> Problem:
+        """Return the same problem with its arrays on JAX's device.
+
+        Args:
+            dtype: The type of floating-point arrays; JAX's default if None.
+
+        Returns:
+            The problem with JAX arrays.
+        """
         return as_device_array(self, dtype)
 
-    def on_host(self, dtype: Any = None) -> Problem:
-        """The same with NumPy arrays, of the types that JAX would give them."""
+    def on_host(self, dtype: DTypeLike | None = None) -> Problem:
+        """Return the same problem with NumPy arrays, of the types that JAX would give them.
 
-        def cast(leaf: Any, dtype: Any = None) -> np.ndarray:
+        Args:
+            dtype: The type of floating-point arrays; JAX's default if None.
+
+        Returns:
+            The problem with NumPy arrays.
+        """
+
+        def cast(leaf: PyTree, dtype: DTypeLike | None = None) -> np.ndarray:
             return np.asarray(leaf, jax.dtypes.canonicalize_dtype(dtype or jnp.result_type(leaf)))
 
         return as_device_array(self, dtype, cast)
@@ -177,7 +278,7 @@ class Problem(eqx.Module):
 def _checked(
     name: str, function: Callable, params: PyTree, samples: Samples, sums: bool = False
 ) -> Callable:
-    """The function made exact on padded samples, after a look at what it returns."""
+    """Return a user's function made exact on padded samples; raise if it returns no scalar."""
     if not callable(function):
         raise InvalidInput(f"The {name} must be a function of (params, data), got {function!r}.")
     try:
@@ -199,6 +300,7 @@ def _checked(
 
 
 def _check_params(params: PyTree) -> None:
+    """Raise if there are no parameters, or they are not finite floating-point numbers."""
     if Layout.of(params).size == 0:
         raise InvalidInput("params is empty: it has no floating-point arrays to optimise.")
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -211,6 +313,7 @@ def _check_params(params: PyTree) -> None:
 
 
 def _check_clients(samples: Samples) -> None:
+    """Raise if clients differ in number between arrays, or one has no samples or none finite."""
     leaves = [
         ("clients" + jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree.leaves_with_path(samples.values)
@@ -229,16 +332,21 @@ def _check_clients(samples: Samples) -> None:
         if np.size(leaf) == 0:
             raise InvalidInput(f"{name} is empty (shape {np.shape(leaf)}): clients need samples.")
         if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            # in blocks: flags of all values at once would be a quarter of the data
-            step = max(2**20 * len(leaf) // np.size(leaf), 1)
-            for first in range(0, len(leaf), step):
-                block = np.isfinite(np.asarray(leaf[first : first + step]))
-                finite = block.reshape(len(block), -1).all(axis=1)
-                if not finite.all():
-                    client = first + np.argmin(finite)
-                    raise InvalidInput(f"{name} of client {client} has a NaN or infinity.")
+            _check_finite(name, leaf)
     for path, mask in jax.tree.leaves_with_path(samples.mask):
         some = np.asarray(mask).any(axis=1)
         if not some.all():
             name = jax.tree_util.keystr(path) or "its data"
             raise InvalidInput(f"Client {np.argmin(some)} has no samples in {name}.")
+
+
+def _check_finite(name: str, leaf: Float[Array, "n ..."] | Float[np.ndarray, "n ..."]) -> None:
+    """Raise if a client's values are not all finite."""
+    # in blocks: flags of all values at once would be a quarter of the data
+    step = max(2**20 * len(leaf) // np.size(leaf), 1)
+    for first in range(0, len(leaf), step):
+        block = np.isfinite(np.asarray(leaf[first : first + step]))
+        finite = block.reshape(len(block), -1).all(axis=1)
+        if not finite.all():
+            client = first + np.argmin(finite)
+            raise InvalidInput(f"{name} of client {client} has a NaN or infinity.")

@@ -1,5 +1,10 @@
-"""Ready problems."""
+"""Ready-made problems, as functions that return a `Problem`."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedsolve.problem import Problem
 from fedsolve.problems.cartpole import cartpole
 from fedsolve.problems.fairness import adult, fairness_report
 from fedsolve.problems.images import discovery_game, images
@@ -8,7 +13,20 @@ from fedsolve.problems.phase_retrieval import phase_retrieval
 from fedsolve.problems.regression import linear_regression, logistic, logistic_regression
 from fedsolve.problems.sparse import like_real_sim, read_libsvm, sparse_logistic, sparse_regression
 
+# The problems that a configuration file may name, in the order in which they are listed to users.
+BY_NAME: dict[str, Callable[..., Problem]] = {
+    "adult": adult,
+    "cartpole": cartpole,
+    "images": images,
+    "linear_regression": linear_regression,
+    "logistic": logistic,
+    "sparse_logistic": sparse_logistic,
+    "neyman_pearson": neyman_pearson,
+    "phase_retrieval": phase_retrieval,
+}
+
 __all__ = [
+    "BY_NAME",
     "adult",
     "cartpole",
     "discovery_game",

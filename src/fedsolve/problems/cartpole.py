@@ -33,6 +33,7 @@ from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples, as_samples
 from fedsolve.problems import trpo
+from fedsolve.types import PRNGKey, Vector
 
 GRAVITY, CART, POLE, HALF_LENGTH, FORCE, SECONDS = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 FAR, STEEP, LEANING = 2.4, np.deg2rad(12), np.deg2rad(6)
@@ -240,8 +241,18 @@ class CartPole(Problem):
         for name, value in own.items():
             setattr(self, name, value)
 
-    def client(self, *seen: Any) -> Agent:
-        return Agent(self, *seen)
+    def client(
+        self,
+        samples: Samples,
+        w: Vector,
+        round: Int[Array, ""],
+        index: Int[Array, ""],
+        key: PRNGKey,
+        memory: PyTree = None,
+        /,
+    ) -> Agent:
+        """Make an agent, a client that draws its data by playing the policy."""
+        return Agent(self, samples, w, round, index, key, memory)
 
     def init_memory(self) -> Memory:
         networks = jax.tree.map(jnp.asarray, self.networks)

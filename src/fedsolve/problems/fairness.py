@@ -29,7 +29,7 @@ from fedsolve.fields import check_count
 from fedsolve.problem.constraints import Statistics
 from fedsolve.problem.layout import as_device_array
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import pool, stack_clients
+from fedsolve.problem.stacking import pool, stack_clients
 from fedsolve.problems.losses import logistic
 
 People = dict[str, Any]  # x, y, protected and, on a client, mask

@@ -19,18 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Key, PyTree, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped, UInt8
 
+from fedsolve import models
 from fedsolve.data import partitions
 from fedsolve.data.datasets import Arrays, load
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.games import Game, LinearCost, RandomDiscovery, class_distributions
-from fedsolve.models import networks as models
-from fedsolve.models.networks import Network
+from fedsolve.models import Network
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Samples, stack_clients
+from fedsolve.problem.samples import Samples
+from fedsolve.problem.stacking import stack_clients
+from fedsolve.types import PRNGKey, Vector
 
 CHUNK = 512  # images
 MARGIN = 4  # pixels that a crop may be off
@@ -134,8 +136,8 @@ def augmented(
 class ImageClient(Client):
     """A client whose minibatches are augmented, by the key that draws them."""
 
-    def _look(self, key: Any) -> Samples:
-        drawn, problem = super()._look(key), self._problem
+    def _draw_samples(self, key: Any) -> Samples:
+        drawn, problem = super()._draw_samples(key), self._problem
         assert isinstance(problem, Images)
         own = jax.random.fold_in(self.key if key is None else key, 1)
         moved = augmented(own, drawn.values["x"], flip=problem.augment == "crop and flip")
@@ -151,8 +153,19 @@ class Images(Problem):
         super().__init__(*given, **options)
         self.augment = augment
 
-    def client(self, *seen: Any) -> Client:
-        return Client(self, *seen) if self.augment is None else ImageClient(self, *seen)
+    def client(
+        self,
+        samples: Samples,
+        w: Vector,
+        round: Int[Array, ""],
+        index: Int[Array, ""],
+        key: PRNGKey,
+        memory: PyTree = None,
+        /,
+    ) -> Client:
+        """Make a client, of the class that augments minibatches if this problem does."""
+        kind = Client if self.augment is None else ImageClient
+        return kind(self, samples, w, round, index, key, memory)
 
     def with_clients(self, clients: PyTree) -> Images:
         same = ("batch_size", "test", "validation", "representation")

@@ -65,10 +65,12 @@ class Checkpoint:
     @property
     def history(self) -> History:
         """One entry for each evaluated round."""
-        return {
-            name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
-            for name, dtype in self.head["history"].items()
-        }
+        return History(
+            {
+                name: self.arrays[f"history/{name}.0"].view(jnp.dtype(dtype))
+                for name, dtype in self.head["history"].items()
+            }
+        )
 
     @property
     def stores(self) -> list[tuple[str, np.ndarray]]:

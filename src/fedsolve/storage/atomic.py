@@ -1,20 +1,25 @@
-"""Files that survive a power cut, and files that belong to one process at a time."""
+"""Write files that survive a power failure, and lock files against other processes."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from fedsolve.errors import InvalidInput
 
+LOCK_RETRY = 0.1  # seconds between two attempts to lock a file
+
 
 def write_atomically(path: Path, *parts: bytes | memoryview, before: Path | None = None) -> None:
-    """The file has the old content or the new one, whenever the power fails; the old one is kept
-    as `before`, if asked for."""
+    """Replace the content of a file, or create it, in one step.
+
+    After a power failure the file has either its old or its new content. With `before`, the old
+    file is kept under that path.
+    """
     beside = path.with_name(path.name + ".new")
     try:
         with open(beside, "wb") as file:
@@ -29,21 +34,21 @@ def write_atomically(path: Path, *parts: bytes | memoryview, before: Path | None
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
-    keep_names(path.parent)
+    sync_folder(path.parent)
 
 
-def keep_names(folder: Path) -> None:
-    """Forces to the disk which files a folder has: a new file's content alone is not enough."""
+def sync_folder(folder: Path) -> None:
+    """Write a folder's list of files to the disk; a new file's content alone is not enough."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # not all file systems know this; the file is there
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             os.fsync(handle)
     finally:
         os.close(handle)
 
 
 def check_writable(folder: Path) -> None:
-    """Refuses a folder in which no file can be made."""
+    """Raise if no file can be created in the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / ".fedsolve", b"Can this folder be written to?\n")
@@ -52,17 +57,27 @@ def check_writable(folder: Path) -> None:
         raise InvalidInput(f"Cannot write to {folder}: {error.strerror}.") from None
 
 
-def locked(path: Path, patience: float = 0.0) -> Any:
-    """Holds a file for this process alone, until it ends; None if another has it for longer than
-    that."""
-    file = open(path, "w")  # noqa: SIM115 (held until the process ends)
-    end = time.monotonic() + patience
+def lock_file(file: int | io.IOBase, timeout: float = 0.0) -> bool:
+    """Lock an open file for this process; return False if another process holds the lock.
+
+    Attempts are repeated for `timeout` seconds. The lock is released when the file is closed, at
+    the latest when the process ends.
+    """
+    end = time.monotonic() + timeout
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except OSError:
-            if time.monotonic() > end:
-                file.close()
-                return None
-            time.sleep(0.1)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(LOCK_RETRY)
+
+
+def open_locked(path: Path, timeout: float = 0.0) -> io.TextIOWrapper | None:
+    """Create or empty a file and lock it as `lock_file` does; None if another process holds it."""
+    file = open(path, "w")  # noqa: SIM115 (the caller keeps it open as long as it needs the lock)
+    if lock_file(file, timeout):
+        return file
+    file.close()
+    return None

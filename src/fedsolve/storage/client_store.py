@@ -10,19 +10,17 @@ checkpoint never meets the rows of another run, or of another round.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import uuid
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from fedsolve.errors import InvalidInput
-from fedsolve.storage.atomic import write_atomically
+from fedsolve.storage.atomic import lock_file, write_atomically
 
 Clients = Sequence[int] | Int[np.ndarray, " m"]
 Index = Int[np.ndarray, " n"]  # a client's slot, -1 for none
@@ -41,11 +39,9 @@ class _File:
             self._file = os.open(folder / "rows", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise self._refused(error) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(self._file):
             os.close(self._file)
-            raise InvalidInput(f"{folder} is the store of a run that is still going on.") from None
+            raise InvalidInput(f"{folder} is the store of a run that is still going on.")
 
     def open(self) -> None:
         self._grow(os.fstat(self._file).st_size // self._dtype.itemsize)
@@ -143,7 +139,7 @@ class Store:
     its checkpoint has.
     """
 
-    def __init__(self, place: Any, first: np.ndarray, clients: int):
+    def __init__(self, place: object, first: np.ndarray, clients: int):
         if isinstance(place, str | Path):
             self._slots: _File | _Given = _File(Path(place), first.dtype)
         elif isinstance(place, MutableMapping):

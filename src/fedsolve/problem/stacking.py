@@ -1,0 +1,132 @@
+"""Stack clients of different sizes, or pool all clients into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Bool, PyTree
+
+from fedsolve.errors import InvalidInput
+from fedsolve.problem.samples import Leaf, Mask, Samples
+
+
+def stack_clients(clients: Sequence[PyTree]) -> dict[str, PyTree] | Samples:
+    """Stack clients' data on a leading axis, and pad clients that have fewer samples.
+
+    Padding repeats a client's first sample, so it is never a value that the client does not have.
+
+    Args:
+        clients: The data of each client: arrays with samples on their first axis, as one array or
+            as a tuple or dict of arrays.
+
+    Returns:
+        For dicts, a dict with one more entry, `"mask"`: true for real samples, of shape (clients,
+        samples); if the entries have different numbers of samples (two classes, say), a dict of
+        such masks. Other structures are returned as `Samples`, whose mask Fedsolve applies by
+        itself. Both can be given to `Problem` as its clients.
+
+    Raises:
+        InvalidInput: If there are no clients, if they differ in structure, shape or type, or if one
+            has no samples.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> data = fs.stack_clients([{"y": np.array([1, 2, 3])}, {"y": np.array([4])}])
+        >>> data["y"].tolist()
+        [[1, 2, 3], [4, 4, 4]]
+        >>> data["mask"].tolist()
+        [[True, True, True], [True, False, False]]
+    """
+    clients = list(clients)
+    _check_same_structure(clients)
+    arrays = [jax.tree.map(np.asarray, client) for client in clients]
+    _check_have_samples(arrays)
+    stacked = jax.tree.map(lambda *leaves: _pad(leaves), *arrays)
+    mask = _mask_of(arrays)
+    return {**stacked, "mask": mask} if isinstance(stacked, dict) else Samples(stacked, mask)
+
+
+def pool(samples: Samples) -> Samples:
+    """Return all clients' samples as those of one client.
+
+    That client has a mask, all true, if there was one before, as losses may use it.
+    """
+
+    def join(leaf: Leaf, mask: Mask) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        if leaf.ndim < 2:
+            raise InvalidInput("Only samples can be pooled: an array has one value a client.")
+        rows = leaf.reshape(-1, *leaf.shape[2:]) if mask is None else leaf[np.asarray(mask)]
+        return rows[None]
+
+    mask = samples.mask
+    if isinstance(mask, dict):
+        values = {
+            name: jax.tree.map(lambda leaf, name=name: join(leaf, mask[name]), entry)
+            for name, entry in samples.values.items()
+        }
+    else:
+        values = jax.tree.map(lambda leaf: join(leaf, mask), samples.values)
+    return Samples(values, jax.tree.map(lambda real: join(real, real), mask))
+
+
+def _check_same_structure(clients: Sequence[PyTree]) -> None:
+    """Raise if there are no clients, or they cannot be stacked entry by entry."""
+    if not clients:
+        raise InvalidInput("There are no clients: stack_clients needs at least one.")
+    structures = {jax.tree.structure(client) for client in clients}
+    if len(structures) > 1:
+        raise InvalidInput("Every client's data must have the same structure (the same entries).")
+    if isinstance(clients[0], Mapping) and "mask" in clients[0]:
+        raise InvalidInput(
+            'stack_clients adds an entry "mask"; the data must not have one already.'
+        )
+
+
+def _check_have_samples(arrays: Sequence[PyTree]) -> None:
+    """Raise if an array of a client has no axis of samples, or none on it."""
+    for index, client in enumerate(arrays):
+        for path, leaf in jax.tree.leaves_with_path(client):
+            name = jax.tree_util.keystr(path) or "its data"
+            if leaf.ndim == 0:
+                raise InvalidInput(f"Client {index}: {name} is a scalar; samples need an axis.")
+            if len(leaf) == 0:
+                raise InvalidInput(f"Client {index} has no samples in {name}.")
+
+
+def _mask_of(arrays: Sequence[PyTree]) -> Mask:
+    """Return which samples will be real: one mask, or one for each entry if entries differ."""
+    lengths = [[len(leaf) for leaf in jax.tree.leaves(client)] for client in arrays]
+    if all(len(set(row)) == 1 for row in lengths):
+        return _is_real([row[0] for row in lengths])
+    if not isinstance(arrays[0], dict):
+        raise InvalidInput(
+            "Arrays of one client differ in their number of samples; "
+            "name each set of samples by an entry of a dict."
+        )
+    mask = {}
+    for name in arrays[0]:
+        counts = [{len(leaf) for leaf in jax.tree.leaves(client[name])} for client in arrays]
+        if any(len(count) != 1 for count in counts):
+            raise InvalidInput(f"The arrays in {name!r} differ in their number of samples.")
+        mask[name] = _is_real([count.pop() for count in counts])
+    return mask
+
+
+def _pad(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """Stack one array of each client, padded to the longest."""
+    if len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) > 1:
+        raise InvalidInput("Clients' samples must have the same shape and type.")
+    longest = max(map(len, leaves))
+    stacked = np.empty((len(leaves), longest, *leaves[0].shape[1:]), leaves[0].dtype)
+    for row, leaf in zip(stacked, leaves, strict=True):
+        row[: len(leaf)], row[len(leaf) :] = leaf, leaf[0]
+    return stacked
+
+
+def _is_real(counts: Sequence[int]) -> Bool[np.ndarray, "clients samples"]:
+    """Return the mask of clients with these numbers of samples."""
+    return np.arange(max(counts)) < np.asarray(counts)[:, None]
