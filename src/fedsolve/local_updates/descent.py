@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Int
 
 from fedsolve.fields import Scalar, Schedule, at
 from fedsolve.local_updates.optimizers import Optimizer
