@@ -257,7 +257,7 @@ def test_the_weighted_objective_is_that_of_the_clients_weights():
             lambda: fs.IncentFedAvg(a_game(upper=7), 0.1, 1.0),
             "Client 0 has 6 samples, and",
         ),
-        (lambda: fs.IncentFedAvg(a_game(lower=0), 0.1, 1.0), "a sample at least"),
+        (lambda: fs.IncentFedAvg(a_game(lower=0), 0.1, 1.0), "at least one sample"),
         (lambda: fs.IncentFedAvg(a_game(), 0.1, 0.0), "game_step_size must be positive"),
         (lambda: fs.IncentFedAvg(a_game(), 0.1, 1.0, start=[1.0, 2.0]), "start must be one number"),
         (lambda: fs.IncentFedAvg(a_game(), 0.1, 1.0, weighting="DataSize"), "give it no weighting"),

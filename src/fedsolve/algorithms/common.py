@@ -1,49 +1,81 @@
 """What algorithms with local steps share: the checks of their fields, and the work of a client.
 
 An algorithm declares these fields itself, at the place where its constructor takes them: a field
-of a base class would come before all others, and the order is public. Hence `AbstractVar`, which
-says that a subclass has the field and adds none.
+of a base class would come before all others, and the order is public. The base classes only say, as
+protocols, which fields they need.
 """
 
-# Without `from __future__ import annotations`: Equinox reads `AbstractVar` when a class is made.
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-from equinox import AbstractVar
 from jaxtyping import PyTree
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
-from fedsolve.fields import Scalar, Schedule, at, check_count, check_kind, check_positive
+from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
 from fedsolve.local_updates.descent import Direction, descend
 from fedsolve.local_updates.optimizers import Optimizer
 from fedsolve.problem.client import Client
 from fedsolve.types import Round, Vector
 
 
+@runtime_checkable
+class HasLocalSteps(Protocol):
+    """Fields of an algorithm whose clients take local steps."""
+
+    @property
+    def step_size(self) -> Any:  # Scalar | Schedule, behind a converter
+        """η of the local steps; with a `local_optimizer`, the server's."""
+        ...
+
+    @property
+    def local_steps(self) -> int:
+        """How many steps a client takes in a round."""
+        ...
+
+    @property
+    def local_optimizer(self) -> Optimizer | None:
+        """The optimizer of the local steps; None for plain gradient descent."""
+        ...
+
+
+@runtime_checkable
+class HasLinks(Protocol):
+    """Fields of an algorithm whose messages are compressed in both directions."""
+
+    @property
+    def local_steps(self) -> int:
+        """How many steps a client takes in a round."""
+        ...
+
+    @property
+    def uplink(self) -> Compressor:
+        """The compressor of the clients, with error feedback (EF14) if it is biased."""
+        ...
+
+    @property
+    def downlink(self) -> Compressor:
+        """The compressor of the server (EF21-P)."""
+        ...
+
+
 class LocalTraining(Participating):
-    """Base class of algorithms whose clients take local steps.
+    """Base class of algorithms whose clients take local steps; they have the fields of
+    `HasLocalSteps`."""
 
-    - `step_size`: η of the local steps, a number or a schedule; with a `local_optimizer`, the
-      server's.
-    - `local_steps`: how many steps a client takes in a round.
-    - `local_optimizer`: the optimizer of the local steps; None for plain gradient descent.
-    """
-
-    step_size: AbstractVar[Scalar | Schedule]
-    local_steps: AbstractVar[int]
-    local_optimizer: AbstractVar[Optimizer | None]
-
-    def __check_init__(self):
+    def __check_init__(self: HasLocalSteps):
         check_positive("step_size", self.step_size)
         check_count("local_steps", self.local_steps)
 
-    def reach(self, round: Round) -> Scalar:
+    def reach(self: HasLocalSteps, round: Round) -> Scalar:
         """Return how far a client moved for each unit of its pseudo-gradient."""
         return at(self.step_size, round) if self.local_optimizer is None else 1.0
 
-    def descend(self, client: Client, direction: Direction) -> tuple[Vector, Vector]:
+    def descend(self: HasLocalSteps, client: Client, direction: Direction) -> tuple[Vector, Vector]:
         """Take the local steps on a client, from w.
 
         Args:
@@ -62,27 +94,23 @@ class LocalTraining(Participating):
 class CompressedTraining(LocalTraining):
     """Base class of algorithms with local steps whose messages are compressed in both directions.
 
-    - `uplink`: the compressor of the clients, with error feedback (EF14) if it is biased. The
-      residual of the error feedback is the client's state.
-    - `downlink`: the compressor of the server (EF21-P).
+    They have the fields of `HasLocalSteps` and `HasLinks`. The residual of the error feedback is
+    the client's state.
     """
 
-    uplink: AbstractVar[Compressor]
-    downlink: AbstractVar[Compressor]
-
-    def __check_init__(self):
+    def __check_init__(self: HasLinks):
         check_kind("uplink", self.uplink, Compressor)
         check_kind("downlink", self.downlink, Compressor)
         check_downlink(self.downlink)
 
-    def init_client(self, w: Vector) -> PyTree:
+    def init_client(self: HasLinks, w: Vector) -> PyTree:
         return no_residual(self.uplink, w)
 
     def unsent(self, clients: PyTree) -> PyTree:
         return clients
 
     def compress(
-        self, client: Client, residual: Vector | None, v: Vector
+        self: HasLinks, client: Client, residual: Vector | None, v: Vector
     ) -> tuple[Vector | None, Packet]:
         """Compress what a client sends after its local steps, with error feedback.
 
