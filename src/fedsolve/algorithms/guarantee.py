@@ -1,4 +1,4 @@
-"""What a theorem asks for, and what it promises then."""
+"""What a theorem requires and guarantees."""
 
 from __future__ import annotations
 
@@ -7,18 +7,43 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
-    """What a theorem asks for, and what it promises then.
+    """The step size and tolerance that a theorem requires, and the bounds that it then guarantees.
 
-    - `step_size`, `tolerance`, `beta`: η, ε, and β (soft switching only).
-    - `gamma`: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
-    - `bound`: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible rounds.
-    - `constraint_bound`: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
-    - `probability`: of the two together.
-    - `multiplier`: Λ (Theorem 10 only).
-    - `theorem`: whose promise it is. `unchecked`: what it rests on and nobody has checked.
+    Args:
+        theorem: The name of the theorem.
+        step_size: η.
+        tolerance: ε.
+        gamma: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
+        bound: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible
+            rounds.
+        constraint_bound: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
+        probability: The probability of both bounds together.
+        beta: β; None for hard switching.
+        multiplier: Λ, for Theorem 10; else None.
+        unchecked: Assumptions that were not verified.
+        rounds: T.
+        local_steps: E.
+        clients: n.
+        participants: m.
+        distance: D.
+        q: The constant of the uplink's compressor.
+        q_0: The constant of the downlink's compressor.
+        q_u: The constant of an unbiased uplink.
+        stochastic: Whether gradients may be those of minibatches.
 
-    The rest is what it is about: `distance` is D; `q`, `q_0` and `q_u` are the compressors'
-    constants; `stochastic` says whether gradients may be those of minibatches.
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: jnp.sum(jnp.abs(w - data["target"])),
+        ...     clients={"target": jnp.eye(3)},
+        ...     params=jnp.zeros(3),
+        ...     constraint=lambda w, data: jnp.sum(w) - 0.5,
+        ...     domain=fs.Ball(1.0),
+        ... )
+        >>> algorithm = fs.FedSGM.from_theory(problem, rounds=100)
+        >>> algorithm.guarantee.step_size == algorithm.step_size
+        True
     """
 
     theorem: str
@@ -43,7 +68,7 @@ class Guarantee:
 
     @property
     def is_stationarity(self) -> bool:
-        """Whether `bound` is about ‖w − ŵ(w)‖, as f is not convex."""
+        """Whether `bound` is about ‖w − ŵ(w)‖, since f is not convex."""
         return self.multiplier is not None
 
     def __str__(self) -> str:
