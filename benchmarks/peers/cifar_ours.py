@@ -65,8 +65,8 @@ def accuracy(params, test):
 class Noisy(fs.Client):
     """A client whose steps drop units, by the key that draws its minibatch."""
 
-    def _look(self, key):
-        drawn = super()._look(key)
+    def _draw_samples(self, key):
+        drawn = super()._draw_samples(key)
         own = jax.random.fold_in(self.key if key is None else key, 1)
         return Samples({**drawn.values, "noise": jax.random.key_data(own)})
 
@@ -75,8 +75,8 @@ class Dropping(fs.Problem):
     def __init__(self, *given, **options):
         super().__init__(*given, **options)
 
-    def client(self, *seen):
-        return Noisy(self, *seen)
+    def client(self, samples, w, round, index, key, memory=None, /):
+        return Noisy(self, samples, w, round, index, key, memory)
 
 
 def start(key):

@@ -11,6 +11,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 from fedsolve import (
     algorithms,
     compression,
+    experiments,
     games,
     local_updates,
     models,
@@ -39,7 +40,7 @@ from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Ball",
@@ -75,6 +76,7 @@ __all__ = [
     "Tracker",
     "WholeSpace",
     "datasets",
+    "experiments",
     "games",
     "models",
     "participation",

@@ -239,7 +239,7 @@ def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path, monke
     wrong = {
         ("x.toml", "--resume", "x"): "only --rounds may change",
         ("--resume", "x", "--seed", "1"): "only --rounds may change",
-        ("--resume", "y"): "y is no folder of a run: it has no config.toml.",
+        ("--resume", "y"): "y is not the folder of a run: it has no config.toml.",
         ("--resume", "x", "--rounds", "2"): "x has done 4 rounds, more than 2.",
         ("x.toml", "--checkpoint-every", "0"): "--checkpoint-every must be a whole number",
         ("x.toml", "--checkpoint-every", "5 days"): 'or a time such as "90 s" or "5 min"',

@@ -14,36 +14,27 @@ class Guarantee:
         step_size: η.
         tolerance: ε.
         gamma: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
-        bound: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible
-            rounds.
+        bound: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible rounds.
         constraint_bound: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
         probability: The probability of both bounds together.
-        beta: β; None for hard switching.
-        multiplier: Λ, for Theorem 10; else None.
-        unchecked: Assumptions that were not verified.
+        beta: β, for soft switching only.
+        multiplier: Λ, for Theorem 10 only.
+        unchecked: The assumptions that were not verified.
         rounds: T.
         local_steps: E.
         clients: n.
         participants: m.
         distance: D.
-        q: The constant of the uplink's compressor.
-        q_0: The constant of the downlink's compressor.
+        q: The uplink compressor's constant.
+        q_0: The downlink compressor's constant.
         q_u: The constant of an unbiased uplink.
         stochastic: Whether gradients may be those of minibatches.
 
     Example:
         >>> import fedsolve as fs
-        >>> import jax.numpy as jnp
-        >>> problem = fs.Problem(
-        ...     objective=lambda w, data: jnp.sum(jnp.abs(w - data["target"])),
-        ...     clients={"target": jnp.eye(3)},
-        ...     params=jnp.zeros(3),
-        ...     constraint=lambda w, data: jnp.sum(w) - 0.5,
-        ...     domain=fs.Ball(1.0),
-        ... )
-        >>> algorithm = fs.FedSGM.from_theory(problem, rounds=100)
-        >>> algorithm.guarantee.step_size == algorithm.step_size
-        True
+        >>> guarantee = fs.theory.fedsgm(rounds=100, distance=1.0, lipschitz=1.0)
+        >>> guarantee.theorem, round(guarantee.step_size, 3)
+        ('FedSGM, Theorem 3 (Theorem 1, full participation)', 0.05)
     """
 
     theorem: str

@@ -22,7 +22,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
-from fedsolve.flare.roster import Link, TooFew
+from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
@@ -44,7 +44,7 @@ class Deployment(Federation):
     An exchange is a call out of the program, in the order in which the algorithm makes them.
     """
 
-    def __init__(self, problem: Problem, state: State, link: Link):
+    def __init__(self, problem: Problem, state: State, link: Roster):
         super().__init__(problem, state)
         self._link, self._publications = link, 0
 
@@ -134,7 +134,7 @@ class Deployed(Runtime):
     lags = True
 
     def __init__(
-        self, problem: Problem, algorithm: Algorithm, link: Link, sites: list[str], seed: int
+        self, problem: Problem, algorithm: Algorithm, link: Roster, sites: list[str], seed: int
     ):
         super().__init__(problem, algorithm, RoundOptions())
         self.link, self._sites, self._seed = link, sites, seed
@@ -166,7 +166,7 @@ class Deployed(Runtime):
         link.hello(self._sites, self._may_grow)
         link.restore_packets(head["link"], arrays)
         if self.waiting:
-            link.look(int(state.round), state.w, self._values)
+            link.request_values(int(state.round), state.w, self._values)
         return _grown(state, link.clients - before)
 
     def advance(self, state: State, spans: Spans) -> Advanced:
@@ -185,7 +185,7 @@ class Deployed(Runtime):
             if look:
                 self.news = self._news(answered)
                 self.waiting = entry_history(info, stop)
-                link.look(stop, state.w, self._values)
+                link.request_values(stop, state.w, self._values)
                 self._began, self._rounds = time.perf_counter(), 0
         return Advanced(state, joined(complete) or no_history())
 
@@ -240,7 +240,7 @@ class Deployed(Runtime):
         values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
         if shares is None:
             return self._combined(w, values)
-        places = [self.link.roster[site] for site in heard]
+        places = [self.link.ranges[site] for site in heard]
         rows = np.concatenate([np.arange(first, first + count) for first, count in places])
         return self._combined(w, values, shares[rows])
 
@@ -288,7 +288,7 @@ class JournalSaver:
 
 
 def serve(
-    link: Link,
+    link: Roster,
     sites: list[str],
     problem: Problem,
     algorithm: Algorithm,

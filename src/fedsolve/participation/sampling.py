@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from fedsolve.types import Cohort, PRNGKey
+from fedsolve.types import Cohort, PRNGKey, Round
 
 
 def sample(key: PRNGKey, clients: int, participants: int | None) -> Cohort:
@@ -39,7 +39,7 @@ def sample(key: PRNGKey, clients: int, participants: int | None) -> Cohort:
     last = jnp.arange(clients - participants, clients, dtype=jnp.int32)
     draws = jax.random.randint(key, (participants,), 0, last + 1, dtype=jnp.int32)
 
-    def insert(i: Int[Array, ""], chosen: Int[Array, " m"]) -> Int[Array, " m"]:
+    def insert(i: Round, chosen: Int[Array, " m"]) -> Int[Array, " m"]:
         taken = jnp.any(chosen == draws[i])  # a draw already chosen is replaced by the last one
         return chosen.at[i].set(jnp.where(taken, last[i], draws[i]))
 

@@ -217,7 +217,7 @@ class Client:
         which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
         return lax.switch(which, (objective, constraint, blend))
 
-    def restricted(self, count: Int[Array, ""] | int, key: PRNGKey) -> Client:
+    def restricted(self, count: Number | int, key: PRNGKey) -> Client:
         """Return this client with only some of its samples, drawn without replacement.
 
         Args:

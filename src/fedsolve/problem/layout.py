@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree, PyTreeDef
+from jaxtyping import Array, Float, PyTree
 
 from fedsolve.types import Vector
 
@@ -28,7 +28,7 @@ class Layout:
         fixed: For each leaf the value of one that is not a parameter; None for a parameter.
     """
 
-    structure: PyTreeDef
+    structure: PyTree  # a `jax.tree_util.PyTreeDef`
     shapes: tuple[tuple[int, ...] | None, ...]
     fixed: tuple[object, ...]
 

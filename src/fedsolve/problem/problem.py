@@ -185,6 +185,7 @@ class Problem(eqx.Module):
         index: Int[Array, ""],
         key: PRNGKey,
         memory: PyTree = None,
+        /,
     ) -> Client:
         """Make the client that a client method sees.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from fedsolve.types import PRNGKey
+from fedsolve.types import Number, PRNGKey
 
 Mask = PyTree  # None, a boolean array, or a dict of them, one for each set of samples
 Order = PyTree  # of the structure of the mask: which rows the samples are; None: all
@@ -72,7 +72,7 @@ class Samples(eqx.Module):
 
         return Samples(self._map(rows))
 
-    def subset(self, key: PRNGKey, count: Int[Array, ""] | np.integer | int) -> Samples:
+    def subset(self, key: PRNGKey, count: Number | int) -> Samples:
         """Draw some of one client's samples, without replacement.
 
         Later calls see only these: rows beyond `count` repeat one of them. Separate sets of samples

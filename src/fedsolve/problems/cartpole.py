@@ -249,6 +249,7 @@ class CartPole(Problem):
         index: Int[Array, ""],
         key: PRNGKey,
         memory: PyTree = None,
+        /,
     ) -> Agent:
         """Make an agent, a client that draws its data by playing the policy."""
         return Agent(self, samples, w, round, index, key, memory)

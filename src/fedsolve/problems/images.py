@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Key, PyTree, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped, UInt8
 
 from fedsolve import models
 from fedsolve.data import partitions
@@ -161,6 +161,7 @@ class Images(Problem):
         index: Int[Array, ""],
         key: PRNGKey,
         memory: PyTree = None,
+        /,
     ) -> Client:
         """Make a client, of the class that augments minibatches if this problem does."""
         kind = Client if self.augment is None else ImageClient
