@@ -94,8 +94,8 @@ class LocalTraining(Participating):
 class CompressedTraining(LocalTraining):
     """Base class of algorithms with local steps whose messages are compressed in both directions.
 
-    Subclasses have the fields of `HasLocalSteps` and `HasLinks`. The residual of the error feedback is
-    the client's state.
+    Subclasses have the fields of `HasLocalSteps` and `HasLinks`. The state of a client is the
+    residual of the error feedback.
     """
 
     def __check_init__(self: HasLinks):

@@ -56,7 +56,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Flag, Info, PRNGKey, Vector
+from fedsolve.types import Flag, Info, PRNGKey, Round, Vector
 
 Number = Float[Array, ""]
 Numbers = Float[Array, " m"] | Float[np.ndarray, " m"]
@@ -222,7 +222,7 @@ class FedADMM(Participating):
             given = jnp.asarray(self.lipschitz, client.w.dtype)
             return given[client.index] if given.ndim else given
 
-        def power(_: Int[Array, ""], carry: tuple[Vector, Number]) -> tuple[Vector, Number]:
+        def power(_: Round, carry: tuple[Vector, Number]) -> tuple[Vector, Number]:
             product = jax.jvp(client.grad, (client.w,), (carry[0],))[1]
             size = jnp.linalg.norm(product)
             return product / jnp.where(size > 0, size, 1), size
@@ -244,7 +244,7 @@ class FedADMM(Participating):
         first = slope + state.dual  # s
         ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
-        def iterate(k: Int[Array, ""], carry: tuple) -> tuple[Vector, Vector, Number]:
+        def iterate(k: Round, carry: tuple) -> tuple[Vector, Vector, Number]:
             dual, _, accuracy = carry
             accuracy = self.decay * accuracy
             local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
@@ -299,7 +299,7 @@ class FedADMM(Participating):
         dual: Vector,
         accuracy: Number,
         slope: Vector,
-        k: Int[Array, ""],
+        k: Round,
     ) -> Vector:
         """Return w_i with (6), by (15) from v = w, where α_i ∇f_i(w) is `slope`."""
         w, curvature = client.w, state.smoothness + penalty

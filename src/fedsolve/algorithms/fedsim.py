@@ -10,12 +10,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
 
 from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.client import Client
-from fedsolve.types import Vector
+from fedsolve.types import Round, Vector
 
 
 class FedSim(FedAlt):
@@ -48,7 +47,7 @@ class FedSim(FedAlt):
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:
         step_size, own_step = self.steps(client)
 
-        def both(step: Int[Array, ""], carry: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
+        def both(step: Round, carry: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
             (v, total), key = carry, jax.random.fold_in(client.key, step)
             w = client.w - step_size * total
             own = self.own_slope(client, w, v, key)
