@@ -356,7 +356,7 @@ def test_momentum_out_of_proportion_gets_a_sentence():
 BAD = {
     "no smoothness": (lambda: fs.PPBC(0.1, momentum="theory"), "needs the smoothness L"),
     "participants": (lambda: fs.PPBC(0.1, participants=3), "PPBC selects twice"),
-    "no round": (lambda: fs.PPBC(0.1, round_weighting="FOLB"), "round_weighting says whom"),
+    "no round": (lambda: fs.PPBC(0.1, round_weighting="FOLB"), "round_weighting is for select_round"),
     "counting": (lambda: fs.PPBC(0.1, counting="twice"), 'must be "weights" or "uniform"'),
     "cap": (lambda: fs.solve(PROBLEM, fs.PPBC(0.1, cap=9.0), 2), "cap must be from 1 to the 6"),
     "surrogate": (lambda: fs.PPBC(0.1, surrogate="next"), 'must be "previous" or "current"'),

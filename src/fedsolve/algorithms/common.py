@@ -28,7 +28,7 @@ class HasLocalSteps(Protocol):
 
     @property
     def step_size(self) -> Any:  # Scalar | Schedule, behind a converter
-        """η of the local steps; with a `local_optimizer`, the server's."""
+        """η of the local steps; with a `local_optimizer`, the step size of the server."""
         ...
 
     @property
@@ -63,8 +63,10 @@ class HasLinks(Protocol):
 
 
 class LocalTraining(Participating):
-    """Base class of algorithms whose clients take local steps; they have the fields of
-    `HasLocalSteps`."""
+    """Base class of algorithms whose clients take local steps.
+
+    Subclasses have the fields of `HasLocalSteps`.
+    """
 
     def __check_init__(self: HasLocalSteps):
         check_positive("step_size", self.step_size)
@@ -92,8 +94,8 @@ class LocalTraining(Participating):
 class CompressedTraining(LocalTraining):
     """Base class of algorithms with local steps whose messages are compressed in both directions.
 
-    They have the fields of `HasLocalSteps` and `HasLinks`. The residual of the error feedback is
-    the client's state.
+    Subclasses have the fields of `HasLocalSteps` and `HasLinks`. The state of a client is the
+    residual of the error feedback.
     """
 
     def __check_init__(self: HasLinks):
@@ -122,6 +124,7 @@ class CompressedTraining(LocalTraining):
 def _steps_of(
     algorithm: HasLocalSteps, client: Client, direction: Direction
 ) -> tuple[Vector, Vector]:
+    """Take a client's local steps, for both methods of `LocalTraining`."""
     steps, optimizer = algorithm.local_steps, algorithm.local_optimizer
     return take_steps(
         direction, client.w, steps, client.key, algorithm.step_size, optimizer, client.round
