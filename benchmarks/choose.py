@@ -96,7 +96,8 @@ def unconstrained() -> None:
         last = {key: values[-1] for key, values in best.history.items()}
         size = (last["bytes_up_total"] + last["bytes_down_total"]) / 1000
         setting = f"{field} {best.settings[field]:g}"
-        row = [name, setting, best.rounds, last["messages_both_ways"], f"{size:.0f} kB"]
+        messages = last["messages_up_total"] + last["messages_down_total"]
+        row = [name, setting, best.rounds, messages, f"{size:.0f} kB"]
         print(
             "| " + " | ".join(map(str, [*row, f"{last['seconds_total']:.1f}"])) + " |", flush=True
         )

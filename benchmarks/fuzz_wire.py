@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsolve as fs
-from fedsolve.flare.site import Share
+from fedsolve.flare.site import SiteClients
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
 
 MEMORY = 256  # MiB that all of them together may take
@@ -82,7 +82,7 @@ class Questions:
             params=np.zeros(50),
         )
         algorithm = fs.FedSGM(0.1, 0.0, uplink=COMPRESSOR, downlink=COMPRESSOR)
-        self._share = Share(home, problem, algorithm, 0)
+        self._share = SiteClients(home, problem, algorithm, 0)
         hello = {"kind": "hello", "total": 3}
         look = {"kind": "evaluate", "round": 1, "first": 0, "w": {"want": "start"}}
         ask = {"kind": "ask", "round": 2, "exchange": 0, "method": "measure", "first": 0}

@@ -15,7 +15,7 @@ import pandas as pd
 
 from fedsolve import __version__
 from fedsolve.experiments.run_folder import Contents
-from fedsolve.papers import reproduce
+from fedsolve.papers import catalogue, reproduce
 from fedsolve.papers.pages import page
 
 
@@ -28,10 +28,10 @@ def main():
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--seconds", type=float, default=0.0)
     given = parser.parse_args()
-    entry = reproduce.find(given.name)
+    entry = catalogue.find(given.name)
     ((label, experiment),) = reproduce.plan(entry).items()
     table = pd.read_csv(given.file).rename(columns={"row": "variant"})
-    table = table[table["variant"].isin(list(experiment.cells))]
+    table = table.loc[table["variant"].isin(list(experiment.cells))]
     groups = reproduce.recorded(Contents({}, {}, table, {}), experiment)
     out = Path("reproduced", given.name)
     out.mkdir(parents=True, exist_ok=True)

@@ -75,8 +75,8 @@ class Dropping(fs.Problem):
     def __init__(self, *given, **options):
         super().__init__(*given, **options)
 
-    def client(self, *seen):
-        return Noisy(self, *seen)
+    def client(self, samples, w, round, index, key, memory=None, /):
+        return Noisy(self, samples, w, round, index, key, memory)
 
 
 def start(key):

@@ -8,39 +8,19 @@ _FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
     _os.environ["XLA_FLAGS"] = f"{_os.environ.get('XLA_FLAGS', '')} {_FLAG}=false".strip()
 
-from fedsolve import games, models, participation, problems, theory
-from fedsolve.algorithms import (
-    F3AST,
-    MOON,
-    PPBC,
-    SCAFFOLD,
-    Algorithm,
-    FedADMM,
-    FedAlt,
-    FedAvg,
-    FedAvgAll,
-    FedDyn,
-    FedProx,
-    FedSGM,
-    FedSim,
-    IncentFedAvg,
-    IPPConEx,
-    Participating,
-    PenaltyFedAvg,
+from fedsolve import (
+    algorithms,
+    compression,
+    experiments,
+    games,
+    local_updates,
+    models,
+    participation,
+    problems,
+    theory,
 )
-from fedsolve.algorithms.switching import Hard, Soft, Switching
-from fedsolve.compression.compressors import (
-    QSGD,
-    Compose,
-    Compressor,
-    Float4,
-    Float8,
-    Float16,
-    Identity,
-    RandK,
-    TopK,
-)
-from fedsolve.compression.packets import Packet
+from fedsolve.algorithms import *  # noqa: F403
+from fedsolve.compression import *  # noqa: F403
 from fedsolve.data import datasets, partitions
 from fedsolve.errors import ClientError, Diverged, Interrupted, InvalidInput, ProcessLost
 from fedsolve.experiments.tracking import Follower, Tracked, Tracker
@@ -49,8 +29,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
 from fedsolve.fields import static
 from fedsolve.games import Game
-from fedsolve.local_updates.optimizers import SGD, Adam, Optimizer
-from fedsolve.local_updates.schedules import Cosine, Diminishing
+from fedsolve.local_updates import *  # noqa: F403
 from fedsolve.participation import Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
@@ -61,47 +40,20 @@ from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
-    "F3AST",
-    "MOON",
-    "PPBC",
-    "QSGD",
-    "SCAFFOLD",
-    "SGD",
-    "Adam",
-    "Algorithm",
     "Ball",
     "Box",
     "Client",
     "ClientError",
     "Clock",
-    "Compose",
-    "Compressor",
     "Constraint",
-    "Cosine",
-    "Diminishing",
     "Diverged",
     "Domain",
-    "FedADMM",
-    "FedAlt",
-    "FedAvg",
-    "FedAvgAll",
-    "FedDyn",
-    "FedProx",
-    "FedSGM",
-    "FedSim",
     "Federation",
-    "Float4",
-    "Float8",
-    "Float16",
     "Follower",
     "Game",
-    "Hard",
-    "IPPConEx",
-    "Identity",
-    "IncentFedAvg",
     "Interrupted",
     "InvalidInput",
     "LogNormal",
@@ -109,29 +61,22 @@ __all__ = [
     "Mean",
     "Mixture",
     "NearOptimum",
-    "Optimizer",
-    "Packet",
-    "Participating",
-    "PenaltyFedAvg",
     "Problem",
     "ProcessLost",
-    "RandK",
     "Reached",
     "Replies",
     "Run",
     "Simplex",
-    "Soft",
     "Stationary",
     "StationaryForSize",
     "Statistics",
     "Strategic",
     "Sweep",
-    "Switching",
-    "TopK",
     "Tracked",
     "Tracker",
     "WholeSpace",
     "datasets",
+    "experiments",
     "games",
     "models",
     "participation",
@@ -144,6 +89,9 @@ __all__ = [
     "sweep",
     "theory",
 ]
+__all__ += algorithms.__all__
+__all__ += compression.__all__
+__all__ += local_updates.__all__
 
 
 def __getattr__(name: str):

@@ -1,10 +1,10 @@
-"""Fields of algorithms and their parts: numbers, schedules, static choices, and their checks."""
+"""Field helpers for algorithms and their parts: schedules, static fields, and checks of values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import numpy as np
@@ -12,25 +12,44 @@ from jax.core import Tracer
 from jaxtyping import Array, Shaped
 
 from fedsolve.errors import InvalidInput
+from fedsolve.types import Round
 
 Scalar = float | Shaped[Array, ""] | Shaped[np.ndarray, ""] | np.number
-Schedule = Callable[[Any], Any]  # round (from 0) -> value
+Numbers = Shaped[Array, "..."] | Shaped[np.ndarray, "..."]  # one for each client, or for each round
+Schedule = Callable[..., Scalar]  # round (from 0) -> value
+Value = TypeVar("Value")
 
 
 def static(default: Any = None) -> Any:
-    """A field that is part of the program: a new value is a new compilation."""
+    """Declare a field that is part of the compiled program: a new value needs a new compilation.
+
+    Use it for what decides shapes or the sequence of operations, such as a number of steps. Other
+    fields are leaves of the pytree, and JAX can map over them.
+
+    Args:
+        default: The default value of the field.
+
+    Returns:
+        A dataclass field.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> class Descent(fs.Algorithm):
+        ...     step_size: float
+        ...     local_steps: int = fs.static(1)
+    """
     return eqx.field(static=True, default=default)
 
 
-def at(value: Scalar | Schedule, round: Any) -> Any:
-    """The value in this round of a number that may be a schedule."""
+def at(value: Scalar | Schedule, round: Round) -> Scalar:
+    """Return the value in this round of a number that may be a schedule."""
     return value(round) if callable(value) else value
 
 
-def scalar(name: str) -> Callable[[Any], Any]:
-    """A converter for a field that holds a number (and stays as it is when JAX maps over it)."""
+def scalar(name: str) -> Callable[[object], Any]:
+    """Make a converter for a field that holds a number; arrays and schedules stay as they are."""
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> object:
         if isinstance(value, bool | str) or value is None:
             raise InvalidInput(f"{name} must be a number, got {value!r}.")
         return float(value) if isinstance(value, int) else value
@@ -38,9 +57,16 @@ def scalar(name: str) -> Callable[[Any], Any]:
     return convert
 
 
-def check_positive(name: str, value: Any, zero: bool = False) -> None:
-    """Refuses a number that is not positive (or not non-negative); schedules and traced numbers
-    cannot be looked at."""
+def optional(convert: Callable[[object], Value]) -> Callable[[object], Value | None]:
+    """Make a converter that leaves None as it is."""
+    return lambda value: None if value is None else convert(value)
+
+
+def check_positive(name: str, value: object, zero: bool = False) -> None:
+    """Raise if a number is not positive (with `zero`: if it is negative).
+
+    Schedules and traced numbers have no value yet and are not checked.
+    """
     if callable(value) or isinstance(value, Tracer):
         return
     numbers = np.asarray(value)
@@ -48,8 +74,8 @@ def check_positive(name: str, value: Any, zero: bool = False) -> None:
         raise InvalidInput(f"{name} must be {'at least 0' if zero else 'positive'}, got {value}.")
 
 
-def check_count(name: str, value: Any, most: int | None = None) -> None:
-    """Refuses a count that is not a whole number from 1 to `most`."""
+def check_count(name: str, value: object, most: int | None = None) -> None:
+    """Raise if a count is not a whole number from 1 to `most`, the number of clients."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise InvalidInput(f"{name} must be a whole number from 1 up, got {value!r}.")
     if most is not None and value > most:
@@ -57,7 +83,7 @@ def check_count(name: str, value: Any, most: int | None = None) -> None:
 
 
 def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"]:
-    """Numbers in a file: `.npy`, or text with commas."""
+    """Read a table of numbers from a file: `.npy`, or text with commas."""
     path = Path(path)
     try:
         table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",")
@@ -66,12 +92,13 @@ def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"
         reason = str(error).rstrip(".")
         raise InvalidInput(f"Cannot read {name} from {path}: {reason}.") from error
     if table.ndim != 2 or not table.size:
-        raise InvalidInput(f"{name} in {path} must be a table: a row a round, a column a client.")
+        raise InvalidInput(f"{name} in {path} must be a table with a row for each round.")
     return table
 
 
-def check_kind(name: str, value: Any, kind: type) -> None:
-    """Refuses a part of another kind, such as a compressor's name in place of a compressor."""
+def check_kind(name: str, value: object, kind: type[Value]) -> Value:
+    """Return the value if it is an instance of `kind`, or raise."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise InvalidInput(f"{name} must be {article} {kind.__name__}, got {value!r}.")
+    return value

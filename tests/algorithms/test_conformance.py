@@ -131,8 +131,10 @@ def test_history_is_finite_and_complete(algorithm):
     np.testing.assert_array_equal(history["round"], np.arange(1, 26))
     np.testing.assert_array_equal(np.cumsum(history["bytes_up"]), history["bytes_up_total"])
     np.testing.assert_array_equal(np.cumsum(history["bytes_down"]), history["bytes_down_total"])
-    np.testing.assert_array_equal(np.cumsum(history["messages"]), history["messages_total"])
-    assert 0 < history["messages_total"][-1] < history["messages_both_ways"][-1]
+    for name in ("messages_up", "messages_down", "vectors_up"):
+        np.testing.assert_array_equal(np.cumsum(history[name]), history[f"{name}_total"])
+    assert 0 < history["vectors_up_total"][-1] <= history["messages_up_total"][-1]
+    assert history["messages_up_total"][-1] <= history["messages_down_total"][-1]
 
 
 @every_algorithm_costly

@@ -89,7 +89,7 @@ def test_the_virtual_sequence_moves_by_everyones_mean_gradient(weighting):
         cap=4.0,
     )
     with jax.enable_x64(True):
-        placed, tuned = PROBLEM.on_device(jnp.float64), numbers_on_device(algorithm, jnp.float64)
+        placed, tuned = PROBLEM.on_device(jnp.float64), numbers_on_device(algorithm, np.dtype("float64"))
         step = eqx.filter_jit(lambda p, a, s: Simulation(p, s).play(a))
         state = State.start(placed, tuned, jax.random.key(3))
         ended = 0
@@ -262,8 +262,8 @@ def test_as_in_the_authors_code():
             x = x - 0.8 * changes[chosen].sum(axis=0) / 6 - 0.2 * previous
         previous, x = left_out, x - left_out
     np.testing.assert_allclose(run.params, x, atol=1e-12)
-    np.testing.assert_array_equal(run.history["messages"], [3, 3, 3 + 6] * 4)
-    assert run.history["messages_total"][-1] == 4 * 15
+    np.testing.assert_array_equal(run.history["vectors_up"], [3, 3, 3 + 6] * 4)
+    assert run.history["vectors_up_total"][-1] == 4 * 15
     # a gradient up for each message, and the norms that the weighting asked for at epoch starts
     assert run.history["bytes_up_total"][-1] == 4 * (15 * 5 * 8 + 6 * 8)
 
@@ -292,7 +292,7 @@ def test_the_released_codes_surrogate():
             update = (1 - theta) * v[chosen].sum(axis=0) / 6 + (theta * left_out if k else 0)
             x = x - 0.1 * update
     np.testing.assert_allclose(run.params, x, atol=1e-12)
-    np.testing.assert_array_equal(run.history["messages"], run.history["up"].sum(axis=1))
+    np.testing.assert_array_equal(run.history["vectors_up"], run.history["up"].sum(axis=1))
     assert not run.state.server.previous.any()
 
 

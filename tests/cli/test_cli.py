@@ -201,7 +201,7 @@ WRONG = {
         "participants is 21, but there are only 20 clients.",
     ),
     "no rounds": (["run", "base.toml", "--rounds", "0"], "run.rounds must be a whole number"),
-    "no assignment": (["run", "base.toml", "--set", "rounds"], "--set takes key=value"),
+    "no assignment": (["run", "base.toml", "--set", "rounds"], "A setting is written as key=value"),
     "an unknown problem": (
         ["run", "base.toml", "--set", "problem.kind=neyman_pierson"],
         "did you mean 'neyman_pearson'?",

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
                 entries[name] = rng.random(ROUNDS)
             for way in ("up", "down"):
                 entries[f"bytes_{way}_total"] = np.cumsum(rng.integers(1, 99, ROUNDS))
-            entries["messages_both_ways"] = 4 * entries["round"]
+            entries["messages_up_total"] = entries["messages_down_total"] = 2 * entries["round"]
             if variant == "plain":
                 entries["seconds_total"] = np.cumsum(rng.random(ROUNDS))
             frames.append(pd.DataFrame(entries))
@@ -122,7 +122,7 @@ def test_two_folders_are_told_apart(folder, tmp_path):
 
 
 def test_what_is_no_run_gets_a_sentence(folder, tmp_path):
-    with pytest.raises(fs.InvalidInput, match=r"is no folder of a finished run: it has no config"):
+    with pytest.raises(fs.InvalidInput, match="is not the folder of a finished run: it has no co"):
         report([tmp_path], tmp_path / "r.html")
     with pytest.raises(fs.InvalidInput, match=r"Cannot write to .*: No such file"):
         report([folder], tmp_path / "nowhere" / "r.html")
@@ -289,7 +289,7 @@ def test_the_command_writes_the_page(fedsolve, folder, tmp_path):
     assert len(embedded(tmp_path / "page.html")) == 2
     status, _, told = fedsolve("report", "nothing")
     assert status == 2
-    assert "nothing is no folder of a finished run" in told
+    assert "nothing is not the folder of a finished run" in told
 
 
 def test_a_promise_of_a_theorem_is_shown_beside_what_was_reached(fedsolve, tmp_path):

@@ -1,5 +1,6 @@
 """Trackers get every round once, whatever happens to them, and never hold a run up."""
 
+import importlib
 import json
 import os
 import signal
@@ -131,9 +132,9 @@ def test_the_table_is_there_while_runs_go_on(tmp_path):
 
 def test_what_cannot_be_a_tracker_gets_a_sentence(fedsolve, tmp_path, monkeypatch):
     wrong = {
-        "wandb": "--track wandb: known are mlflow, or your module:Class.",
-        "nowhere:Tracker": "--track nowhere:Tracker: No module named 'nowhere'.",
-        "os:system=ls": "--track os:system=ls: os:system is no fedsolve.Tracker.",
+        "wandb": "'wandb' is not a known tracker; known: mlflow, or your own as module:Class.",
+        "nowhere:Tracker": "nowhere:Tracker cannot be imported: No module named 'nowhere'.",
+        "os:system=ls": "os:system is not a subclass of fedsolve.Tracker.",
         "mlflow=http://me:secret@host": "the address must not hold a password",
     }
     for words, sentence in wrong.items():
@@ -142,7 +143,7 @@ def test_what_cannot_be_a_tracker_gets_a_sentence(fedsolve, tmp_path, monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, _, told = fedsolve("run", "neyman-pearson", "--rounds", 2, "--track", "mlflow")
     assert status == 2
-    assert "--track mlflow needs MLflow: pip install 'fedsolve[mlflow]'." in told
+    assert "The tracker mlflow needs MLflow: pip install 'fedsolve[mlflow]'." in told
     assert not (tmp_path / "runs").exists()
 
 
@@ -165,7 +166,8 @@ class Seen(fs.Tracker):
 
 def test_deployments_are_followed_too(tmp_path, monkeypatch):
     """With news as a server gives them, and one that is not heard."""
-    commands = pytest.importorskip("fedsolve.flare.commands")
+    pytest.importorskip("nvflare")
+    commands = importlib.import_module("fedsolve.cli.deploy")
     monkeypatch.chdir(tmp_path)
     table = config.read("neyman-pearson")
     for change in ("problem.clients=3", "algorithm.participants=2", "run.seeds=[4, 5]"):
@@ -185,8 +187,8 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
                     tell({"cell": cell, "variant": "", "seed": run.seed} | row | link)
         return {"": runs}, "finished"
 
-    monkeypatch.setattr(commands.deploy, "deploy_local", deployed)
-    assert commands.local(wanted, 2, "x", ["test_tracking:Seen"]) == 0
+    monkeypatch.setattr(commands, "deploy_local", deployed)
+    assert commands.local(wanted, 2, "x", [f"{__name__}:Seen"]) == 0
     found = pd.read_csv(tmp_path / "x/history.csv")
     assert len(Seen.there) == 2
     for run, rows in zip(runs, Seen.there.values(), strict=True):
@@ -194,7 +196,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
         assert told["round"].tolist() == [2, 4, 6, 7]
         own = found[found["seed"] == run.seed].drop(columns="seed").reset_index(drop=True)
         pd.testing.assert_frame_equal(told[list(own)], own, check_dtype=False)
-    with pytest.raises(fs.InvalidInput, match="known are mlflow"):
+    with pytest.raises(fs.InvalidInput, match="known: mlflow"):
         commands.local(wanted, 2, "y", ["wandb"])
     assert not (tmp_path / "y").exists()
 

@@ -1,7 +1,5 @@
 """Real federations: real processes, real certificates, real losses."""
 
-import datetime
-import inspect
 import json
 import os
 import shutil
@@ -12,49 +10,27 @@ import subprocess
 import sys
 import threading
 import time
-import typing
-import urllib.request
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 
 import fedsolve as fs
-from fedsolve.cli import deploy as commands
 from fedsolve.experiments import config
-from fedsolve.experiments import registry as kinds
-from fedsolve.flare import jobs, processes
+from fedsolve.flare import processes
 from fedsolve.flare.admin import NoServer
 from fedsolve.flare.job_files import write_job
-from fedsolve.flare.jobs import built
 from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.local_federation import local_federation, run_on
-from fedsolve.flare.processes import HOME, OWNER, keep_running
-from fedsolve.flare.provisioning import ADMIN, AUTHORITY, init, make_kits
-from fedsolve.flare.site_config import site_problem
-from fedsolve.storage.arrays import decode, encode
+from fedsolve.flare.provisioning import ADMIN, make_kits
 from tests.support.conformance import ALGORITHMS, KINDS
+from tests.support.deployment import ALGORITHM, PROBLEM, certificate_for, experiment, wait_until
 from tests.support.mlflow_database import check
-
-# What the sites' processes import by name.
-PROBLEM, ALGORITHM = "tests.support.examples:least_squares", "tests.support.deployed:algorithm"
 
 pytestmark = [
     pytest.mark.xdist_group("flare"),
     pytest.mark.filterwarnings("ignore"),  # FLARE's own
 ]
-
-
-def experiment(rounds, *changes):
-    table = config.read("neyman-pearson")
-    base = [f"run.rounds={rounds}", "run.precision=float64", "problem.clients=6"]
-    for change in [*base, "algorithm.participants=3", *changes]:
-        table = config.override(table, change)
-    return config.resolve("test", table)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +75,6 @@ def test_one_command_deploys_and_leaves_nothing(tmp_path, stopped):
     assert not list((tmp_path / "home").rglob("*nvflare*"))
     for other in psutil.process_iter(["cmdline"]):
         assert str(scratch) not in " ".join(other.info["cmdline"] or [])
-
-
-def wait_until(condition, seconds=240):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def lines(path):
@@ -174,7 +143,7 @@ def kill_job(federation, name):
         process.kill()
 
 
-@pytest.mark.slow  # a job of its own; test_flare_protocol kills sites, too
+@pytest.mark.slow  # a job of its own; test_protocol kills sites, too
 def test_a_killed_site_does_not_stop_the_others(federation):
     when(federation, "site-killed", 5, lambda: kill_job(federation, "site-3"))
     told = []
@@ -326,160 +295,6 @@ def test_the_commands_of_an_owner(tmp_path):
             process.stdout.close()
 
 
-def test_only_what_an_owner_allows(tmp_path, monkeypatch):
-    table = json.dumps(experiment(1).resolved | {"problem": {"kind": "os:getcwd"}})
-    with pytest.raises(fs.InvalidInput, match="'os:getcwd' is not on this machine's allow-list"):
-        built(table)
-    (tmp_path / "own.toml").write_text(f'[allow]\nproblems = ["{PROBLEM}"]\n')
-    monkeypatch.setenv(OWNER, str(tmp_path / "own.toml"))
-    with pytest.raises(fs.InvalidInput, match="'os:getcwd' is not on"):
-        built(table)
-    allowed = built(table.replace("os:getcwd", PROBLEM))
-    assert allowed.cells[""][0].n == 6
-    for text, sentence in [
-        ("[allow]\npaths = []\n", "takes `problems` and `algorithms`"),
-        ("[allowed]\n", r"no table \[allowed\]"),
-    ]:
-        (tmp_path / "own.toml").write_text(text)
-        with pytest.raises(fs.InvalidInput, match=sentence):
-            built(table)
-
-
-class Opened:
-    """The files that this process opens while it is told to watch."""
-
-    def __init__(self):
-        self.watching, self.paths = False, []
-        sys.addaudithook(self._see)
-
-    def _see(self, event, arguments):
-        if self.watching and event == "open":
-            self.paths.append(str(arguments[0]))
-
-
-OPENED = Opened()
-
-
-def no_network(*_, **__):
-    raise OSError("no network here")
-
-
-def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
-    """Of all that a configuration can build, whatever takes text: a file of that name is not
-    opened, and what is said does not depend on whether it is there."""
-    digits = {"x": np.zeros((40, 28, 28), np.uint8), "y": np.arange(40) % 10}
-    (tmp_path / "mnist").mkdir()
-    parts = {f"{k}_{part}": v for part in ("train", "test") for k, v in digits.items()}
-    np.savez(tmp_path / "mnist/mnist.npz", **parts)
-    monkeypatch.setenv("FEDSOLVE_DATA", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        urllib.request, "urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError())
-    )
-    there, missing = str(tmp_path / "there.npy"), str(tmp_path / "gone!.npy")
-    np.save(there, np.ones((3, 6)))
-    seen, files = [], []
-    registries = [kinds.PROBLEMS, kinds.ALGORITHMS, kinds.PARTS, kinds.RULES, {"Clock": fs.Clock}]
-    for registry in registries:
-        for kind, make in registry.items():
-            hints = typing.get_type_hints(make)
-            for name in inspect.signature(make).parameters:
-                takes = (hints.get(name, Any), *typing.get_args(hints.get(name)))
-                if not {str, Path, Any} & set(takes):
-                    continue
-                told = []
-                for path in (there, missing):
-                    OPENED.watching = True
-                    try:
-                        kinds.described({"kind": kind, name: path}, registry, "x", allowed=())[0]()
-                        told.append("built")
-                    except Exception as error:
-                        told.append(f"{type(error).__name__} {error}".replace(path, "it"))
-                    finally:
-                        OPENED.watching = False
-                seen.append(f"{kind}.{name}")
-                files += [seen[-1]] if "which only its owner names" in told[0] else []
-                assert told[0] == told[1], seen[-1]
-                assert there not in OPENED.paths, seen[-1]
-    assert {"images.weights", "sparse_logistic.source", "Trace.rounds", "Clock.up"} <= {*files}
-    assert {"images.dataset", "images.partition", "adult.constraint"} <= {*seen} - {*files}
-    # A machine's own user names files as before.
-    fs.Clock(up=there)
-    assert (
-        kinds.build({"kind": "Trace", "rounds": there}, kinds.PARTS, "x", None)[0].check(6) is None
-    )
-
-
-def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
-    """That they are wrong, not what they hold; its owner reads the rest in the log."""
-    monkeypatch.setenv(HOME, str(tmp_path / "home"))
-    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
-    (tmp_path / "site.toml").write_text('[data]\nloader = "npz"\npath = "own.npz"\n')
-    hello = encode({"kind": "hello", "total": 0}, {})
-
-    def said(**changes):
-        site = jobs.SiteJob(json.dumps(experiment(1).resolved | changes), "trial")
-        site.start()
-        head, _ = decode(site.answer(0, hello), 0)
-        return head["status"], head.get("reason", "")
-
-    (tmp_path / "own.npz").write_text("patient 4711")
-    told = said()
-    assert told == (
-        "refused",
-        "Its data or its owner's file is not valid; see its log.",
-    )
-    assert "Cannot load" in capfd.readouterr().err
-    (tmp_path / "site.toml").write_text("patient 4711")
-    assert said() == told
-    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
-    status, reason = said(problem={"kind": "sparse_logistic", "source": __file__})
-    assert (status, "would be a file here" in reason) == ("refused", True)
-    monkeypatch.setattr(jobs, "built", lambda text: {}["patient-4711"])
-    assert said() == ("refused", "KeyError; see this site's log")
-
-
-@pytest.mark.parametrize("run", ["/etc/x", "../../x", "a/b", ".hidden", "", "x" * 65, "a\n"])
-def test_a_runs_name_is_no_path(tmp_path, monkeypatch, run):
-    monkeypatch.setenv(HOME, str(tmp_path / "a/b/home"))
-    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
-    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
-    before = sorted(tmp_path.rglob("*"))
-    wanted = experiment(1)
-    text = json.dumps(wanted.resolved)
-    site = jobs.SiteJob(text, run)
-    site.start()
-    head, _ = decode(site.answer(0, encode({"kind": "hello", "total": 0}, {})), 0)
-    assert "A run's name has letters" in head["reason"]
-    refused = pytest.raises(fs.InvalidInput, match="A run's name has letters")
-    with refused:
-        jobs.Coordinator(text, run)._all_runs()
-    with refused:
-        write_job(tmp_path, wanted.resolved, run, ["site-1"])
-    with refused:
-        commands.submit(wanted, "", run, None, [])
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(HOME, str(tmp_path))
-    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
-    monkeypatch.setattr(jobs, "PATIENCE", 0.0)
-    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
-    hello = encode({"kind": "hello", "total": 0}, {})
-
-    def said(site):
-        site.start()
-        return decode(site.answer(0, hello), 0)[0]
-
-    text = json.dumps(experiment(1).resolved)
-    old, new = jobs.SiteJob(text, "trial"), jobs.SiteJob(text, "trial")
-    assert said(old) == {"status": "ok", "clients": 2}
-    assert said(new)["reason"] == "An older job of this run is still running here."
-    old._alone.close()  # as the end of its process does
-    assert said(new) == {"status": "ok", "clients": 2}
-
-
 @pytest.mark.parametrize("where", ["server", "site-1"])
 def test_a_job_with_code_is_refused(federation, tmp_path, where):
     """FLARE would let such a job run whatever it names. Each machine refuses it by itself."""
@@ -510,26 +325,6 @@ def test_a_job_with_code_is_refused(federation, tmp_path, where):
 def test_nobody_looks_into_files_from_afar(federation, where):
     with pytest.raises(NoServer, match="uthoriz"):
         federation.admin._do(lambda session: session.cat_target(where, file="x.log"))
-
-
-def certificate_for(kits, kit, name, days):
-    """A kit's certificate made anew by the federation's own authority."""
-    authority = json.loads(next(kits.rglob("cert.json")).read_text())
-    root = x509.load_pem_x509_certificate(authority["root_cert"].encode())
-    signer = serialization.load_pem_private_key(authority["root_pri_key"].encode(), None)
-    key = serialization.load_pem_private_key((kit / "startup/client.key").read_bytes(), None)
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
-        .issuer_name(root.subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=90))
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .sign(signer, hashes.SHA256())
-    )
-    (kit / "startup/client.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
 
 def test_intruders_are_refused_and_told_why(federation, tmp_path):
@@ -600,60 +395,6 @@ def test_intruders_are_refused_and_told_why(federation, tmp_path):
         assert key.stat().st_mode & 0o077 == 0
 
 
-def made(file, folder):
-    return {name: kit.relative_to(folder) for name, kit in init(file, folder).items()}
-
-
-def test_sites_are_added_and_renewed(tmp_path):
-    """By the same authority, without a new kit for anyone else."""
-    file, folder = tmp_path / "federation.toml", tmp_path / "kits"
-    base = 'server = "localhost"\nsites = ["north"%s]\n'
-    file.write_text(base % "")
-    north = init(file, folder)["north"]
-    with pytest.raises(fs.InvalidInput, match="has kits for all of these"):
-        init(file, folder)
-    file.write_text(base % ', "south"')
-    assert made(file, folder) == {"south": Path("fedsolve/prod_01/south")}
-    south = folder / "fedsolve/prod_01/south"
-    roots = [(kit / "startup/rootCA.pem").read_bytes() for kit in (north, south)]
-    assert roots[0] == roots[1]
-    # A certificate that ends soon is made anew, and only that.
-    certificate_for(folder, north, "north", days=30)
-    authority = folder / AUTHORITY
-    kept = json.loads(authority.read_text())
-    kept["north"]["cert"] = (north / "startup/client.crt").read_text()
-    authority.write_text(json.dumps(kept))
-    assert made(file, folder) == {"north": Path("fedsolve/prod_02/north")}
-    check_certificate(folder / "fedsolve/prod_02/north")
-    assert authority.stat().st_mode & 0o077 == 0
-    (folder / "fedsolve/prod_02/north").rename(tmp_path / "renamed")
-    check_certificate(tmp_path / "renamed")  # a kit's folder may be called anything
-    (tmp_path / "other").mkdir()
-    for text, sentence in [
-        ('server = "a"\nsites = "north"\n', "sites must be a list of names"),
-        ('sites = ["north"]\n', "needs `server`"),
-        (base % "", "is not a folder of kits"),
-    ]:
-        file.write_text(text)
-        with pytest.raises(fs.InvalidInput, match=sentence):
-            init(file, tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ("deploy.deadline=abc", "deploy.deadline must be a number, got 'abc'"),
-        ("deploy.deadline=0", "deploy.deadline must be positive"),
-        ("deploy.quorum=2.0", "deploy.quorum is a part of the clients asked"),
-        ("deploy.quorum=-0.5", "deploy.quorum must be at least 0"),
-        ("deploy.sites=1.5", "deploy.sites must be a whole number"),
-    ],
-)
-def test_a_deployments_own_numbers(change, sentence):
-    with pytest.raises(fs.InvalidInput, match=sentence):
-        experiment(1, change)
-
-
 def no_such_command(session):
     session.close()
     raise OSError("no such command")
@@ -664,85 +405,3 @@ def test_a_server_that_goes_away_is_told_in_a_sentence(federation):
     with pytest.raises(fs.InvalidInput, match="The server does not answer: no such command"):
         federation.admin._do(no_such_command)
     assert federation.admin.sites()
-
-
-def test_a_log_is_shown_from_the_start_of_its_process_to_the_end(tmp_path):
-    log, shown = tmp_path / "output.log", []
-    log.write_text("of an earlier process\n")
-    code = "import time; print('first', flush=True); time.sleep(0.5); print('last'); exit(3)"
-
-    def start():
-        with open(log, "ab") as file:
-            return subprocess.Popen([sys.executable, "-c", code], stdout=file)
-
-    assert keep_running(start, log, shown.append) == 3
-    assert shown == ["first", "last"]
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP])
-def test_the_end_of_a_command_is_the_end_of_its_process(tmp_path, end):
-    """A service manager's stop, a terminal that is closed: it ends, with all that it started."""
-    log, started = tmp_path / "output.log", tmp_path / "started"
-    code = (
-        "import os, subprocess, sys, time; "
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-        f"open({str(started)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(60)"
-    )
-    command = (
-        "import subprocess, sys; from pathlib import Path; "
-        "from fedsolve.flare.processes import keep_running; "
-        f"start = lambda: subprocess.Popen([sys.executable, '-c', {code!r}]); "
-        f"log = Path({str(log)!r}); log.touch(); sys.exit(keep_running(start, log, print))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", command])
-    wait_until(lambda: started.exists() and len(started.read_text().split()) == 2)
-    family = [int(number) for number in started.read_text().split()]
-    process.send_signal(end)
-    assert process.wait(30) == 0
-    left = [each for each in psutil.process_iter(["status"]) if each.pid in family]
-    assert all(each.info["status"] == psutil.STATUS_ZOMBIE for each in left)
-
-
-def by_rows(path):
-    """An owner's own loader: one client for each line of a file."""
-    rows = np.loadtxt(path, delimiter=",")
-    return {"minority": rows[:, None, :30], "majority": rows[:, None, 30:]}
-
-
-def test_a_sites_own_data(tmp_path):
-    problem = fs.problems.neyman_pearson(clients=4)
-    rows = {k: v[1:3] for k, v in problem.samples.values.items()}
-    np.savez(tmp_path / "own.npz", **rows)
-    (tmp_path / "a.toml").write_text('[data]\nloader = "npz"\npath = "own.npz"\n')
-    (tmp_path / "b.toml").write_text("[data]\nshare = [1, 2]\n")
-    for name in "ab":
-        own = site_problem(problem, Path(tmp_path / f"{name}.toml"))
-        assert own.n == 2
-        np.testing.assert_array_equal(own.samples.values["minority"], rows["minority"])
-    whole = np.random.default_rng(0).standard_normal((3, 60))
-    np.savetxt(tmp_path / "rows.csv", whole, delimiter=",")
-    (tmp_path / "c.toml").write_text('[data]\nloader = "test_flare:by_rows"\npath = "rows.csv"\n')
-    own = site_problem(problem, tmp_path / "c.toml")
-    np.testing.assert_allclose(own.samples.values["minority"][:, 0], whole[:, :30], rtol=1e-6)
-    np.savez(tmp_path / "uneven.npz", a=np.ones((2, 3)), b=np.ones((3, 3)))
-    (tmp_path / "text.npz").write_text("no arrays")
-    npz = "[data]\nloader = 'npz'\npath = '{}'\n".format
-    for text, sentence in [
-        ("[data]\nshare = [3, 2]\n", "the problem has 4 clients, not 5"),
-        ("[data]\nshare = [0, 0]\n", "share takes a first client from 0 on"),
-        (npz("none.npz"), "Cannot load"),
-        (npz("text.npz"), "Cannot load"),
-        (npz("uneven.npz"), "need their clients on a leading axis, got a"),
-        ("[data]\nloader = 'pickle'\n", "needs `share`"),
-        ("[data]\nloader = 'pickle'\npath = 'x'\n", 'loader takes "npz" or "module:function"'),
-        ("[data]\nloader = 'none:no'\npath = 'x'\n", "No module named 'none'"),
-        ("[data]\nshare = 3\n", "share takes"),
-        ("nothing", "Cannot read"),
-    ]:
-        (tmp_path / "bad.toml").write_text(text)
-        with pytest.raises(fs.InvalidInput, match=sentence):
-            site_problem(problem, tmp_path / "bad.toml")
-    # An owner's mistake is told before anything is started.
-    (tmp_path / "bad.toml").write_text(npz("none.npz"))
-    with pytest.raises(fs.InvalidInput, match="Cannot load"):
-        commands.site(str(tmp_path / "no kit"), str(tmp_path / "bad.toml"))

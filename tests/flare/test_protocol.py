@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import os
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +10,10 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
-from fedsolve.flare.journal import Journal, read
-from fedsolve.flare.roster import Link, TooFew
+from fedsolve.flare.journal import read
+from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.server import serve
-from fedsolve.flare.site import Share
+from fedsolve.flare.site import SiteClients
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.solving.sweep import with_field
 from fedsolve.storage.arrays import decode, encode
@@ -130,7 +128,7 @@ def test_new_sites_and_quorums(tmp_path):
         placed, tuned = problem.on_device(dtype), numbers_on_device(everyone, dtype)
 
     def serve_with(sites, rounds, quorum=0.0):
-        link = Link(wires, placed, tuned, lambda text: None, quorum)
+        link = Roster(wires, placed, tuned, lambda text: None, quorum)
         return serve(link, sites, problem, everyone, rounds, 0, home, precision="float64")
 
     run = serve_with(early, 3)
@@ -261,12 +259,12 @@ def test_a_site_cannot_end_everyones_run(tmp_path):
     notes = []
     with precision_of("float64") as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-    link = Link(mixed, placed, tuned, notes.append)
+    link = Roster(mixed, placed, tuned, notes.append)
     (tmp_path / "server").mkdir()
     everyone = [*SITES, *bad]
     run = serve(link, everyone, problem, algorithm, 5, 0, tmp_path / "server", precision="float64")
     assert run.rounds == 5
-    assert link.roster.keys() == SITES.keys()
+    assert link.ranges.keys() == SITES.keys()
     for part in ("a: refused its greeting: 1000000000000", "b: refused its greeting: True"):
         assert any(note.startswith(part) for note in notes), notes
     assert "d: not bytes but int" in notes
@@ -277,13 +275,13 @@ def test_a_site_cannot_end_everyones_run(tmp_path):
 
 def alone(problem, algorithm, home):
     """A site that has all clients, and the link to it."""
-    share = Share(home, problem, algorithm, 0)
+    share = SiteClients(home, problem, algorithm, 0)
 
     def transport(messages):
         return {site: share.answer(data) for site, data in messages.items()}
 
     placed, tuned = problem.on_device(None), numbers_on_device(algorithm, None)
-    return share, Link(transport, placed, tuned, pytest.fail)
+    return share, Roster(transport, placed, tuned, pytest.fail)
 
 
 def distance(w, data):
@@ -316,7 +314,7 @@ def test_more_publications_than_a_head_has_room_for(tmp_path):
         for _ in range(missed):
             link.publish(0, packet, w.nbytes)
             w = w + first
-        link.look(0, w, jax.eval_shape(lambda: {"objective": jnp.zeros(())}))
+        link.request_values(0, w, jax.eval_shape(lambda: {"objective": jnp.zeros(())}))
         assert list(link.values()) == ["one"]
         np.testing.assert_array_equal(share._w, w)
     news = [decode(data, 10**6)[0]["w"] for data in sent]
@@ -330,36 +328,11 @@ def test_more_publications_than_a_head_has_room_for(tmp_path):
     assert len(found) == len(jax.tree.leaves(arrays))
 
 
-def test_a_power_cut_takes_no_names(tmp_path, monkeypatch):
-    """Whatever file a journal has was in its folder when that was last forced to the disk."""
-    kept, fsync = {}, os.fsync
-
-    def forced(handle):
-        fsync(handle)
-        place = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        if place.is_dir():
-            kept[place] = {path.name for path in place.iterdir()}
-
-    monkeypatch.setattr(os, "fsync", forced)
-    home = tmp_path / "runs/trial/0"
-    journal = Journal(home)
-    assert journal.load() == (None, [])
-    for step in range(3):
-        journal.append([b"ans", b"wer"])
-        assert {path.name for path in home.iterdir()} <= kept[home]
-        journal.restart([b"base ", b"%d" % step])
-    assert kept[tmp_path] == {"runs"}
-    assert kept[tmp_path / "runs"] == {"trial"}
-    journal.append([b"last"])
-    again = Journal(home)
-    assert again.load() == (b"base 2", [b"last"])
-
-
 class Crash(Exception):
     """The server's machine goes down."""
 
 
-class Recording(Link):
+class Recording(Roster):
     """A link that remembers whose replies were used."""
 
     heard: dict

@@ -13,8 +13,8 @@ import fedsolve as fs
 from fedsolve.experiments import config
 from fedsolve.experiments import registry as kinds
 from fedsolve.experiments import run_folder as folder
+from fedsolve.papers import catalogue, reproduce
 from fedsolve.papers import pages as results
-from fedsolve.papers import reproduce
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAPERS = {  # every figure and table that the papers have
@@ -33,7 +33,7 @@ def test_every_figure_and_table_is_there():
         for kind, count in zip(("figure", "table"), counts, strict=True)
         for number in range(1, count + 1)
     }
-    assert reproduce.catalogue().keys() == expected
+    assert catalogue.catalogue().keys() == expected
 
 
 def test_the_list_tells_state_and_cost(fedsolve, monkeypatch):
@@ -41,23 +41,23 @@ def test_the_list_tells_state_and_cost(fedsolve, monkeypatch):
     for words in (["reproduce"], ["reproduce", "--list"]):
         status, out, _ = fedsolve(*words)
         assert status == 0
-        for entry in reproduce.catalogue().values():
+        for entry in catalogue.catalogue().values():
             line = next(line for line in out.splitlines() if f" {entry.name} " in line)
             assert entry.state in line
-            assert all(cost in line for cost in reproduce.costs(entry))
+            assert all(cost in line for cost in catalogue.costs(entry))
 
 
-RUNNABLE = [entry for entry in reproduce.catalogue().values() if entry.experiments]
+RUNNABLE = [entry for entry in catalogue.catalogue().values() if entry.experiments]
 
 
 @pytest.mark.parametrize("entry", RUNNABLE, ids=lambda entry: entry.name)
 def test_experiments_of_the_catalogue_can_be_built(entry):
     """Problems that need data by their signature alone, and all algorithms for real."""
-    assert entry.state in reproduce.STATES
+    assert entry.state in catalogue.STATES
     assert entry.state == "whole" or entry.note
     for quick in (False, True):
         variants = set()
-        for table in reproduce.tables(entry, quick).values():
+        for table in catalogue.tables(entry, quick).values():
             assert table["variants"], "no variant is left"
             variants |= table["variants"].keys()
             stand_in = {"kind": "neyman_pearson"}
@@ -125,7 +125,7 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):
     whole = (tmp_path / "page.md").read_text()
     assert f"](page/fedsgm-unbiased/figure-1/{name}.png)" in whole
     assert (tmp_path / "page/fedsgm-unbiased/figure-1" / f"{name}.png").is_file()
-    for entry in reproduce.catalogue().values():
+    for entry in catalogue.catalogue().values():
         assert f"[{entry.name}](#" in whole
 
 

@@ -359,7 +359,10 @@ BAD = {
         "Give participants .* or a selection, not both",
     ),
     "a name": (lambda: fs.FedAvg(0.1, weighting="FLOB"), "weighting 'FLOB' is not known"),
-    "no count": (lambda: fs.FedAvg(0.1, selection="Top"), r"Top needs to be told how many"),
+    "no count": (
+        lambda: fs.FedAvg(0.1, selection="Top"),
+        r"Top needs arguments: give Top\(count\)",
+    ),
     "another part": (
         lambda: fs.FedAvg(0.1, weighting=parts.Top(3)),
         "weighting must be a Weighting, got",

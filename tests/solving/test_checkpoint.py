@@ -239,7 +239,7 @@ def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path, monke
     wrong = {
         ("x.toml", "--resume", "x"): "only --rounds may change",
         ("--resume", "x", "--seed", "1"): "only --rounds may change",
-        ("--resume", "y"): "y is no folder of a run: it has no config.toml.",
+        ("--resume", "y"): "y is not the folder of a run: it has no config.toml.",
         ("--resume", "x", "--rounds", "2"): "x has done 4 rounds, more than 2.",
         ("x.toml", "--checkpoint-every", "0"): "--checkpoint-every must be a whole number",
         ("x.toml", "--checkpoint-every", "5 days"): 'or a time such as "90 s" or "5 min"',
@@ -313,7 +313,7 @@ class Kept(fs.Tracker):
 
 
 def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkeypatch):
-    words = ["--set", "run.evaluate_every=1", "--track", "test_checkpoints:Kept", "--out"]
+    words = ["--set", "run.evaluate_every=1", "--track", f"{__name__}:Kept", "--out"]
     assert fedsolve("run", "neyman-pearson", "--rounds", 40, *words, "x")[0] == 0
     before = results(tmp_path / "x")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -3,9 +3,9 @@
 import equinox as eqx
 import jax
 
-from fedsolve.flare.roster import Link
+from fedsolve.flare.roster import Roster
 from fedsolve.flare.server import serve
-from fedsolve.flare.site import Share
+from fedsolve.flare.site import SiteClients
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
 
@@ -30,7 +30,7 @@ class Wires:
 
     def start(self, site):
         """A site (again), with nothing but its disk."""
-        self.shares[site] = Share(
+        self.shares[site] = SiteClients(
             self.home / site,
             part(self.problem, *SITES[site]),
             self.algorithm,
@@ -61,7 +61,7 @@ class Wires:
 
 def deploy(problem, algorithm, wires, home, rounds, seed=0, precision="float64", log=None):
     with precision_of(precision) as dtype:
-        link = Link(
+        link = Roster(
             wires,
             problem.on_device(dtype),
             numbers_on_device(algorithm, dtype),

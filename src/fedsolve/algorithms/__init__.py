@@ -1,4 +1,8 @@
-"""Federated algorithms, one file each."""
+"""Federated algorithms, one file each.
+
+A new algorithm is a file in this folder and a name here: `fedsolve` exports every name of
+`__all__`, and configuration files can name every algorithm among them.
+"""
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
@@ -17,6 +21,7 @@ from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
 from fedsolve.algorithms.ppbc import PPBC
 from fedsolve.algorithms.scaffold import SCAFFOLD
+from fedsolve.algorithms.switching import Hard, Soft, Switching
 from fedsolve.algorithms.two_level import SelectingTwice
 
 __all__ = [
@@ -34,9 +39,12 @@ __all__ = [
     "FedProx",
     "FedSGM",
     "FedSim",
+    "Hard",
     "IPPConEx",
     "IncentFedAvg",
     "Participating",
     "PenaltyFedAvg",
     "SelectingTwice",
+    "Soft",
+    "Switching",
 ]

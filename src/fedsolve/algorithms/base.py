@@ -1,4 +1,4 @@
-"""What an algorithm is: `init`, `init_client`, methods that run on clients, and `round`.
+"""The base class of algorithms: `init`, `init_client`, methods that run on clients, and `round`.
 
 An algorithm is an `equinox.Module`. Its numbers (step sizes, tolerances) are leaves, so a new value
 needs no new compilation and a sweep is a `vmap` over the algorithm itself; what decides shapes or
@@ -7,51 +7,86 @@ the program (`participants`, `local_steps`) is `static()`.
 
 from __future__ import annotations
 
-from typing import Any
+import abc
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+import numpy as np
+from jaxtyping import Array, Float, PyTree
 
 from fedsolve.compression.compressors import Identity
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
 from fedsolve.problem.problem import Problem
+from fedsolve.types import ClientState, Info, PRNGKey, Round, ServerState, Vector
+
+Measured = Float[Array, ""] | Float[np.ndarray, ""] | None  # a number in the history, or none
 
 
 class Algorithm(eqx.Module):
-    """A federated algorithm. Subclasses say what the server keeps, what each client keeps, what
-    happens in a round, and which methods clients run.
+    """Base class of federated algorithms.
+
+    Subclasses define what the server keeps (`init`), what each client keeps (`init_client`), what
+    happens in a round (`round`), and the methods that clients run.
 
     A client method has the form `method(client, state, message) -> (state, reply)`, without
-    `message` where none is sent; `client` is a `fedsolve.problem.Client`.
+    `message` if none is sent; `client` is a `fedsolve.Client`.
     """
 
-    def init(self, w: Float[Array, " d"]) -> PyTree:
-        """The server's state before the first round."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def init(self, w: Vector) -> ServerState:
+        """Return the server's state before the first round.
 
-    def init_client(self, w: Float[Array, " d"]) -> PyTree:
-        """One client's state before the first round; by default it keeps nothing."""
+        Args:
+            w: The initial parameters.
+        """
+
+    def init_client(self, w: Vector) -> ClientState:
+        """Return one client's state before the first round; None by default.
+
+        Args:
+            w: The initial parameters.
+        """
         return None
 
-    def init_participation(self, w: Float[Array, " d"], clients: int) -> PyTree:
-        """What the server remembers of who takes part, of so many clients; see `Participating`."""
+    def init_participation(self, w: Vector, clients: int) -> PyTree:
+        """Return the server's state of participation before the first round.
+
+        Args:
+            w: The initial parameters.
+            clients: The number of clients n.
+        """
         return None
 
-    def round(
-        self, fed: Federation, server: PyTree, key: Key[Array, ""]
-    ) -> tuple[PyTree, dict[str, Any]]:
-        """One round, on the server: the server's next state, and what to write in the history."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def round(self, fed: Federation, server: ServerState, key: PRNGKey) -> tuple[ServerState, Info]:
+        """Play one round, on the server.
 
-    def average(self, server: PyTree) -> Any:
-        """The averaged parameters that the algorithm promises something about, if it has them."""
+        Args:
+            fed: The federation: clients to ask, and where parameters are published.
+            server: The server's state.
+            key: A random key.
+
+        Returns:
+            The server's next state, and what to record in the history.
+        """
+
+    def average(self, server: ServerState) -> Vector | None:
+        """Return the averaged parameters that theorems are about, or None.
+
+        Args:
+            server: The server's state after the run.
+        """
         return None
 
-    def compression_error(self, server: PyTree, w: Float[Array, " d"]) -> Any:
-        """‖x − w‖ / ‖x‖, where the server has an x and clients a compressed copy of it."""
+    def compression_error(self, server: ServerState, w: Vector) -> Measured:
+        """Return ‖x − w‖ / ‖x‖ if the server has an x and clients a compressed copy of it.
+
+        Args:
+            server: The server's state after a round.
+            w: The parameters that clients have.
+        """
         alone = isinstance(server, jax.Array) and server.shape == w.shape  # x is all it keeps
         x = server if alone else getattr(server, "x", None)
         downlink = getattr(self, "downlink", None)
@@ -59,13 +94,22 @@ class Algorithm(eqx.Module):
             return None
         return jnp.linalg.norm(x - w) / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
 
-    def unsent(self, clients: PyTree) -> Any:
-        """What each client's biased uplink has not sent yet, a row each, from the states of all
-        clients; None where nothing is kept for later."""
+    def unsent(self, clients: ClientState) -> Float[Array, "n d"] | None:
+        """Return the clients' residuals of error feedback, one row each; None if there are none.
+
+        Args:
+            clients: The states of all clients, on a leading axis.
+        """
         return None
 
-    def uplink_error(self, clients: PyTree, w: Float[Array, " d"], round: Any) -> Any:
-        """η‖(1/n) Σ e_j‖ / ‖w‖: how far w would move if all clients sent what they hold back."""
+    def uplink_error(self, clients: ClientState, w: Vector, round: Round) -> Measured:
+        """Return η‖(1/n) Σ e_j‖ / ‖w‖: how far w would move if all residuals were sent now.
+
+        Args:
+            clients: The states of all clients, on a leading axis.
+            w: The parameters.
+            round: The round, counted from 0.
+        """
         uplink, held = getattr(self, "uplink", None), self.unsent(clients)
         if uplink is None or uplink.unbiased or not isinstance(held, jax.Array):
             return None
@@ -74,14 +118,26 @@ class Algorithm(eqx.Module):
         move = jnp.asarray(step * jnp.linalg.norm(jnp.mean(held, axis=0)), w.dtype)
         return jnp.where(size > 0, move / jnp.where(size > 0, size, 1), 0)
 
-    def objective_weights(self, server: PyTree, participation: PyTree) -> Any:
-        """What each client counts in the f that is minimised, after a round: histories then have
-        that f as `weighted_objective`. None where it is the plain mean."""
+    def objective_weights(
+        self, server: ServerState, participation: PyTree
+    ) -> Float[Array, " n"] | None:
+        """Return the clients' weights in the objective, if they are not all equal.
+
+        Histories then have that objective as `weighted_objective`.
+
+        Args:
+            server: The server's state after a round.
+            participation: The server's state of participation.
+        """
         return None
 
-    def limits(self) -> dict[str, Any]:
-        """Where entries of the history are known to settle, by name: pictures show them."""
+    def limits(self) -> Info:
+        """Return known limits of recorded quantities, by name; plots show them."""
         return {}
 
     def check(self, problem: Problem) -> None:
-        """Refuses, with a sentence, a problem that this algorithm cannot take."""
+        """Raise if the algorithm does not apply to the problem.
+
+        Args:
+            problem: The problem.
+        """

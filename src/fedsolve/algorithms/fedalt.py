@@ -23,7 +23,7 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_positive, scalar, static
 from fedsolve.local_updates.descent import descend
@@ -65,8 +65,7 @@ class FedAlt(FedAvg):
 
     def improve(self, client: Client, kept: Personal) -> tuple[Personal, Packet]:
         personal, total = self.local(client, kept.personal)
-        key = jax.random.fold_in(client.key, self.local_steps)
-        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
+        residual, packet = self.compress(client, kept.residual, total)
         return Personal(personal, residual), packet
 
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:

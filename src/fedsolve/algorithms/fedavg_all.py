@@ -63,6 +63,6 @@ class FedAvgAll(FedAvg):
         return w
 
     def improve(self, client: Client, kept: Vector) -> tuple[Vector, Packet]:
-        here = client.w - at(self.step_size, client.round) * self.travel(client, client.grad)[0]
+        here = client.w - at(self.step_size, client.round) * self.descend(client, client.grad)
         packet = self.uplink(here - kept, jax.random.fold_in(client.key, self.local_steps))
         return kept + packet.dense(), packet

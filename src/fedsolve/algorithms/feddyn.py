@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import Averaging
-from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, at, check_positive, scalar
@@ -86,8 +86,7 @@ class FedDyn(Averaging):
         def direction(v: Vector, key: Key[Array, ""]) -> Vector:
             return client.grad(v, key) - kept.dual + alpha * (v - client.w)
 
-        total, _ = self.travel(client, direction)
+        total = self.descend(client, direction)
         dual = kept.dual + alpha * self.reach(client.round) * total
-        key = jax.random.fold_in(client.key, self.local_steps)
-        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
+        residual, packet = self.compress(client, kept.residual, total)
         return Kept(dual, residual), packet

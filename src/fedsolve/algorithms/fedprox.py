@@ -13,14 +13,10 @@ With μ = 0 it is FedAvg, to the bit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
-import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression.error_feedback import with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
@@ -36,10 +32,9 @@ class FedProx(FedAvg):
     def __check_init__(self):
         check_positive("proximity", self.proximity, zero=True)
 
-    def improve(self, client: Client, kept: Any) -> tuple[Any, Packet]:
+    def improve(self, client: Client, kept: PyTree) -> tuple[PyTree, Packet]:
         def direction(v: Vector, key: Key[Array, ""]) -> Vector:
             return client.grad(v, key) + self.proximity * (v - client.w)
 
-        total, _ = self.travel(client, direction)
-        key = jax.random.fold_in(client.key, self.local_steps)
-        return with_feedback(self.uplink, kept, total, key)
+        total = self.descend(client, direction)
+        return self.compress(client, kept, total)

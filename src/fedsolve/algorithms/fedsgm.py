@@ -34,25 +34,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.algorithms.guarantee import Guarantee
-from fedsolve.algorithms.participating import Drawn, Participating
+from fedsolve.algorithms.participating import Drawn
 from fedsolve.algorithms.switching import Hard, Soft, Switching
 from fedsolve.compression.compressors import Compressor, Identity
-from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import (
     Scalar,
     Schedule,
     at,
-    check_count,
     check_kind,
     check_positive,
     scalar,
     static,
 )
-from fedsolve.local_updates.descent import descend
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 
@@ -67,7 +65,7 @@ class Server(eqx.Module):
     weight: Float[Array, ""]
 
 
-class FedSGM(Participating):
+class FedSGM(CompressedTraining):
     """Switching gradients under a functional constraint, with local steps, partial participation
     and compression both ways (Algorithm 1).
 
@@ -87,18 +85,13 @@ class FedSGM(Participating):
     local_steps: int = static(1)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     # What a theorem promises for exactly these numbers; `dataclasses.replace` drops it.
     guarantee: Guarantee | None = eqx.field(static=True, init=False, default=None)
 
     def __check_init__(self):
         check_kind("switching", self.switching, Switching)
-        check_kind("uplink", self.uplink, Compressor)
-        check_kind("downlink", self.downlink, Compressor)
-        check_positive("step_size", self.step_size)
         check_positive("tolerance", self.tolerance, zero=True)
-        check_count("local_steps", self.local_steps)
-        check_downlink(self.downlink)
 
     @classmethod
     def from_theory(
@@ -182,13 +175,7 @@ class FedSGM(Participating):
     def average(self, server: Server) -> Any:
         return server.average if server.weight > 0 else None
 
-    def unsent(self, clients: Float[Array, "n d"] | None) -> Float[Array, "n d"] | None:
-        return clients
-
     # On a client
-
-    def init_client(self, w: Vector) -> Vector | None:
-        return no_residual(self.uplink, w)
 
     def measure(self, client: Client, residual: Vector | None) -> tuple[Vector | None, PyTree]:
         return residual, client.measure(client.w)
@@ -201,10 +188,8 @@ class FedSGM(Participating):
         def direction(w: Vector, key: Key[Array, ""]) -> Vector:
             return self.direction(client, w, sigma, focus, key)
 
-        steps, size, optimizer = self.local_steps, self.step_size, self.local_optimizer
-        total = descend(direction, client.w, steps, client.key, size, optimizer, client.round)
-        key = jax.random.fold_in(client.key, self.local_steps)
-        return with_feedback(self.uplink, residual, total, key)
+        total = self.descend(client, direction)  # Δ_j
+        return self.compress(client, residual, total)  # v_j = C_j(e_j + Δ_j), e_j ← e_j + Δ_j − v_j
 
     def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
         """ν = (1 − σ)∇f_j(w) + σ∇g_j(w), or what the problem's own client puts in its place.

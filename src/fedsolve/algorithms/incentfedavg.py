@@ -30,30 +30,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from fedsolve.algorithms.participating import Participating
+from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.compression.compressors import Compressor, Identity
-from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import (
+    Numbers,
     Scalar,
     Schedule,
     at,
-    check_count,
     check_kind,
     check_positive,
+    optional,
     scalar,
     static,
 )
 from fedsolve.games import Game
-from fedsolve.local_updates.descent import descend
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.games.parts import numbers
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.participation.strategic import (
     check_players,
     first_contributions,
-    settling,
-    start_field,
+    known_limits,
 )
 from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
@@ -70,7 +69,7 @@ class Server(eqx.Module):
     contributions: Float[Array, " m"]
 
 
-class IncentFedAvg(Participating):
+class IncentFedAvg(CompressedTraining):
     """Federated averaging with strategic participation (Algorithm 1).
 
     Every round, client i draws a random subset of ⌈N_i⌉ of its samples, takes local steps on it,
@@ -82,19 +81,14 @@ class IncentFedAvg(Participating):
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     game_step_size: Scalar = eqx.field(converter=scalar("game_step_size"))
     local_steps: int = static(1)
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
-    start: Any = start_field()
+    start: Numbers | None = eqx.field(converter=optional(numbers("start", 1)), default=None)
 
     def __check_init__(self):
         check_kind("game", self.game, Game)
-        check_kind("uplink", self.uplink, Compressor)
-        check_kind("downlink", self.downlink, Compressor)
-        check_positive("step_size", self.step_size)
         check_positive("game_step_size", self.game_step_size)
-        check_count("local_steps", self.local_steps)
-        check_downlink(self.downlink)
         if not isinstance(self.weighting, Uniform):
             raise InvalidInput(
                 "IncentFedAvg weighs clients by what they contribute; give it no weighting."
@@ -105,7 +99,7 @@ class IncentFedAvg(Participating):
         check_players(self.game, self.start, problem)
 
     def limits(self) -> dict[str, Any]:
-        return settling(self.game)
+        return known_limits(self.game)
 
     def objective_weights(self, server: Server, participation: Any) -> Float[Array, " m"]:
         return server.contributions / jnp.sum(server.contributions)
@@ -129,24 +123,14 @@ class IncentFedAvg(Participating):
         fed.publish(self.downlink(x - fed.w, to_compress))
         return Server(x, N), drawn.info | {"participation": N, "weights": N / jnp.sum(N)}
 
-    def unsent(self, clients: Float[Array, "n d"] | None) -> Float[Array, "n d"] | None:
-        return clients
-
     # On a client
-
-    def init_client(self, w: Vector) -> Vector | None:
-        return no_residual(self.uplink, w)
 
     def improve(
         self, client: Client, residual: Vector | None, N: Float[Array, " m"]
     ) -> tuple[Vector | None, dict[str, Packet | Float[Array, ""]]]:
         count = jnp.ceil(N[client.index])
         subset = client.restricted(count, jax.random.fold_in(client.key, SUBSET))
-        steps, optimizer = self.local_steps, self.local_optimizer
-        total = descend(
-            subset.grad, client.w, steps, client.key, self.step_size, optimizer, client.round
-        )
-        key = jax.random.fold_in(client.key, self.local_steps)
-        residual, packet = with_feedback(self.uplink, residual, total, key)
+        total = self.descend(client, subset.grad)
+        residual, packet = self.compress(client, residual, total)
         contribution = self.game.respond(client.index, N, self.game_step_size)
         return residual, {"contribution": contribution, "update": packet}

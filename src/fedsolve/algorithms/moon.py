@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
@@ -81,10 +81,9 @@ class MOON(FedAvg):
             against = jax.nn.softplus(negative / self.temperature - positive)
             return client.objective(v, key) + self.contrast * (weights @ against)
 
-        total, _ = self.travel(client, jax.grad(loss))
+        total = self.descend(client, jax.grad(loss))
         previous = client.w - self.reach(client.round) * total
-        key = jax.random.fold_in(client.key, self.local_steps)
-        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
+        residual, packet = self.compress(client, kept.residual, total)
         return Kept(previous, residual), packet
 
 

@@ -1,110 +1,133 @@
-"""Algorithms whose rounds have participants: who is wanted, who is drawn, who answers."""
+"""The base class of algorithms in which a part of the clients takes part in each round."""
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from fedsolve import participation
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import check_count, check_kind
+from fedsolve.fields import check_count, check_kind, optional
 from fedsolve.participation.availability import Availability, as_availability
-from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
-from fedsolve.participation.weighting import (
-    BANT,
-    FOLB,
-    DataSize,
-    GradientNorm,
-    Methods,
-    PowerOfChoice,
-    Uniform,
-    Weighting,
-)
+from fedsolve.participation.selection import Everyone, Random, Selection
+from fedsolve.participation.weighting import Methods, Uniform, Up, Weighting, Weights
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort
+from fedsolve.types import (
+    ClientState,
+    Cohort,
+    Flag,
+    Flags,
+    Info,
+    Message,
+    PRNGKey,
+    Reply,
+    ServerState,
+    Vector,
+)
 
-WEIGHTINGS = {
-    part.__name__: part for part in (Uniform, DataSize, PowerOfChoice, BANT, FOLB, GradientNorm)
-}
-SELECTIONS = {part.__name__: part for part in (Everyone, Random, Top, Proportional, Cyclic)}
+Part = TypeVar("Part", Weighting, Selection)
 
 
 class Drawn(NamedTuple):
-    """The participants of a round.
+    """The participants of a round, as `Participating.draw` returns them.
 
-    - `cohort`: clients' indices, for `fed.ask(method, cohort)`.
-    - `weights`: what each counts, for `replies.mean(weights)`; None where all count the same.
-    - `available`: who of them can be asked, for `fed.ask(..., when=available)`; True for all.
-    - `noted`: what the weighting writes in the history.
+    Args:
+        cohort: The clients' indices, for `fed.ask(method, cohort)`.
+        weights: Their weights, for `replies.mean(weights)`; None if all are equal.
+        available: Which of them can be asked, for `fed.ask(..., when=available)`; True for all.
+        noted: What the weighting records in the history.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> drawn = fs.Drawn(cohort=jnp.asarray([0, 3]), weights=None, available=True)
+        >>> list(drawn.info)
+        ['cohort']
     """
 
     cohort: Cohort
     weights: Float[Array, " m"] | None
-    available: Any
-    noted: Mapping[str, Any] = types.MappingProxyType({})
+    available: Flag | Flags
+    noted: Mapping[str, PyTree] = types.MappingProxyType({})
 
     @property
-    def info(self) -> dict[str, Any]:
-        """For the history: who was drawn, who of them was up if not all must be, and what the
-        weighting has to say."""
-        info: dict[str, Any] = {"cohort": self.cohort, **self.noted}
+    def info(self) -> Info:
+        """What to record in the history: the cohort, and which of it was available."""
+        info: Info = {"cohort": self.cohort, **self.noted}
         return info if self.available is True else info | {"available": self.available}
 
 
 class Memory(NamedTuple):
-    """What the server remembers about participation, between rounds."""
+    """The server's state of participation."""
 
     weighting: PyTree
     selection: PyTree
     availability: PyTree
 
 
-def as_weighting(value: Any) -> Weighting:
-    """A weighting as the user may give it: itself, its name, or None for `Uniform`."""
-    return _named("weighting", Uniform() if value is None else value, WEIGHTINGS, Weighting)
-
-
-def as_selection(value: Any) -> Any:
-    """A selection as the user may give it: itself, its name, or None."""
-    return value if value is None else _named("selection", value, SELECTIONS, Selection)
-
-
-def _named(field: str, value: Any, known: dict[str, type], kind: type) -> Any:
+def as_weighting(value: object) -> Weighting:
+    """Convert what a user may give for a weighting: the weighting, its name, or None."""
     if isinstance(value, str):
-        if value not in known:
-            raise InvalidInput(f"{field} {value!r} is not known; there are {', '.join(known)}.")
-        try:
-            value = known[value]()
-        except TypeError:
-            raise InvalidInput(f"{value} needs to be told how many: {value}(count).") from None
-    check_kind(field, value, kind)
-    return value
+        return _by_name("weighting", value, Weighting)
+    return check_kind("weighting", Uniform() if value is None else value, Weighting)
+
+
+def as_selection(value: object) -> Selection:
+    """Convert what a user may give for a selection: the selection or its name."""
+    if isinstance(value, str):
+        return _by_name("selection", value, Selection)
+    return check_kind("selection", value, Selection)
+
+
+def _by_name(field: str, name: str, kind: type[Part]) -> Part:
+    """Make the weighting or selection of that name, which must need no arguments."""
+    known = {
+        name: part
+        for name in participation.__all__
+        if inspect.isclass(part := getattr(participation, name))
+        and issubclass(part, kind)
+        and not inspect.isabstract(part)
+    }
+    if name not in known:
+        raise InvalidInput(f"{field} {name!r} is not known; there are {', '.join(known)}.")
+    parameters = inspect.signature(known[name]).parameters.values()
+    if needed := [p.name for p in parameters if p.default is p.empty]:
+        raise InvalidInput(f"{name} needs arguments: give {name}({', '.join(needed)}).")
+    return known[name]()
 
 
 class Participating(Algorithm):
-    """An algorithm in which some clients take part in a round.
+    """Base class of algorithms in which some clients take part in each round.
 
-    - `participants`: that many clients, drawn uniformly; everyone if None. Or, in its place,
-    - `selection`: who is drawn, by the weights that
-    - `weighting` gives: who is wanted.
-    - `availability`: who answers; a number is the probability of being up.
+    `round` starts with `drawn = self.draw(fed, key)`, and passes its update to `self.learn`.
 
-    `round` begins with `drawn = self.draw(fed, key)` and gives its update to `self.learn`.
+    Args:
+        participants: How many clients take part, drawn uniformly; None for all. Alternatively,
+            give a `selection`.
+        weighting: The weights of clients (`fedsolve.participation.Weighting`) or its name. They
+            weight the mean of the answers, and a selection may use them.
+        selection: Which clients are drawn (`fedsolve.participation.Selection`).
+        availability: Which clients are up (`fedsolve.participation.Availability`); a number is the
+            probability of being up.
     """
 
-    weighs_objective: ClassVar[bool] = True  # Σ p_m f_m, where the weighting has such p
+    weighs_objective: ClassVar[bool] = True  # whether it can minimise Σ p_m f_m
 
     participants: int | None = eqx.field(static=True, default=None, kw_only=True)
     weighting: Weighting = eqx.field(converter=as_weighting, default=None, kw_only=True)
-    selection: Selection | None = eqx.field(converter=as_selection, default=None, kw_only=True)
+    selection: Selection | None = eqx.field(
+        converter=optional(as_selection), default=None, kw_only=True
+    )
     availability: Availability | None = eqx.field(
         converter=as_availability, default=None, kw_only=True
     )
@@ -117,7 +140,7 @@ class Participating(Algorithm):
 
     @property
     def selecting(self) -> Selection:
-        """The selection, whichever way it was given."""
+        """The selection, given as `selection` or by `participants`."""
         if self.selection is not None:
             return self.selection
         return Everyone() if self.participants is None else Random(self.participants)
@@ -128,79 +151,97 @@ class Participating(Algorithm):
         elif self.selecting.size is not None:
             check_count("selection.count", self.selecting.size, most=problem.n)
         self.weighting.check(problem)
-        told = type(self.weighting).objective_weights is not Weighting.objective_weights
-        if told and not self.weighs_objective:
+        weighted = type(self.weighting).objective_weights is not Weighting.objective_weights
+        if weighted and not self.weighs_objective:
             raise InvalidInput(
                 f"{type(self).__name__} minimises the plain mean over clients, and "
-                f"{type(self.weighting).__name__} makes clients count as it says: FedAvg, FedSGM, "
-                "PPBC or FedADMM can do that."
+                f"{type(self.weighting).__name__} puts weights on the clients' objectives: FedAvg, "
+                "FedSGM, PPBC or FedADMM can do that."
             )
         if self.availability is not None:
             self.availability.check(problem.n)
 
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> Info:
         return self.weighting.limits()
 
-    def objective_weights(self, server: PyTree, participation: PyTree) -> Any:
+    def objective_weights(
+        self, server: ServerState, participation: PyTree
+    ) -> Float[Array, " n"] | None:
         return self.weighting.objective_weights(participation.weighting)
 
     # On the server
 
-    def init_participation(self, w: Float[Array, " d"], clients: int) -> Any:
+    def init_participation(self, w: Vector, clients: int) -> PyTree:
         return Memory(
             self.weighting.init(w, clients),
             self.selecting.init(clients),
             None if self.availability is None else self.availability.init(clients),
         )
 
-    def draw(self, fed: Federation, key: Key[Array, ""]) -> Drawn:
-        """The participants of this round. Clients may be asked for it."""
+    def draw(self, fed: Federation, key: PRNGKey) -> Drawn:
+        """Draw the participants of this round; the weighting may ask clients.
+
+        Args:
+            fed: The federation.
+            key: A random key.
+        """
         memory, n = fed.participation, fed.clients
         up, after = self.draw_available(fed, jax.random.fold_in(key, 1))
         weights, wanted = self.weigh(fed, up, key)
         cohort, turn = self.selecting.select(weights, n, memory.selection, key)
         fed.participation = Memory(wanted, turn, after)
         noted = self.weighting.info(wanted)
-        available: Any = True
+        available: Flag | Flags = True
         if self.availability is not None:
-            available = self.answering(fed, cohort, up[cohort], key)
+            available = self.answering(fed, cohort, jnp.asarray(up)[cohort], key)
         if weights is None:
             return Drawn(cohort, None, available, noted)
         own = weights[cohort]
-        available = available & (own > 0)  # those that fill up the cohort are not wanted
+        available = available & (own > 0)  # clients of weight 0 only fill up the cohort
         return Drawn(cohort, None if self.selecting.counts_equally else own, available, noted)
 
-    def weigh(self, fed: Federation, up: Any, key: Key[Array, ""]) -> tuple[Any, PyTree]:
-        """The weights of all clients, asking those of them that are up, and the weighting's memory
-        after this."""
+    def weigh(self, fed: Federation, up: Up, key: PRNGKey) -> tuple[Weights, PyTree]:
+        """Compute the weights of all clients, asking those that are up.
+
+        Returns:
+            The weights, and the weighting's memory after this round.
+        """
         memory, own = fed.participation.weighting, jax.random.fold_in(key, 2)
         return self.weighting.weigh(fed, Methods(self.assess, self.tell_size), memory, up, own)
 
-    def draw_available(self, fed: Federation, key: Key[Array, ""]) -> tuple[Any, PyTree]:
-        """Who of all clients is up, and the availability's memory after this."""
+    def draw_available(self, fed: Federation, key: PRNGKey) -> tuple[Up, PyTree]:
+        """Draw which clients are up.
+
+        Returns:
+            A flag for each client, or True for all; and the availability's memory after this round.
+        """
         if self.availability is None:
             return True, None
         memory = fed.participation.availability
         return self.availability.draw(fed.clients, fed.round, memory, key)
 
-    def answering(self, fed: Federation, cohort: Cohort, up: Any, key: Key[Array, ""]) -> Any:
-        """Who of the cohort answers, given who of it is up."""
+    def answering(self, fed: Federation, cohort: Cohort, up: Flags, key: PRNGKey) -> Flags:
+        """Return which clients of the cohort answer, given which of them are up."""
         if self.availability is None:
             return up
         late = jax.random.fold_in(key, 3)
         fed.delays = self.availability.delays(fed.clients, late)
         return self.availability.answering(cohort, up, fed.clients, late)
 
-    def learn(self, fed: Federation, direction: Float[Array, " d"]) -> None:
-        """Tells the weighting along which direction (downhill) the server moved."""
+    def learn(self, fed: Federation, direction: Vector) -> None:
+        """Pass the server's descent direction of this round to the weighting."""
         memory = fed.participation
         known = self.weighting.learn(memory.weighting, direction)
         fed.participation = memory._replace(weighting=known)
 
     # On a client
 
-    def assess(self, client: Client, state: PyTree, *message: PyTree) -> tuple[PyTree, PyTree]:
+    def assess(
+        self, client: Client, state: ClientState, *message: Message
+    ) -> tuple[ClientState, Reply]:
+        """Reply to the weighting."""
         return state, self.weighting.assess(client, *message)
 
-    def tell_size(self, client: Client, state: PyTree) -> tuple[PyTree, Int[Array, ""]]:
+    def tell_size(self, client: Client, state: ClientState) -> tuple[ClientState, Int[Array, ""]]:
+        """Reply with the number of samples."""
         return state, jnp.asarray(client.size, jnp.int32)

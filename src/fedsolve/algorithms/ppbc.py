@@ -45,15 +45,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from fedsolve.algorithms.common import LocalTraining
 from fedsolve.algorithms.two_level import SelectingTwice
 from fedsolve.compression.compressors import Identity
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
-from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
-from fedsolve.local_updates.descent import descend
-from fedsolve.local_updates.optimizers import Optimizer, optimizer_field
+from fedsolve.fields import (
+    Scalar,
+    Schedule,
+    at,
+    check_count,
+    check_positive,
+    optional,
+    scalar,
+    static,
+)
+from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 
 Vector = Float[Array, " d"]
@@ -85,7 +94,7 @@ def _momentum(value: Any) -> Any:
     return Theory() if value == "theory" else scalar("momentum")(value)
 
 
-class PPBC(SelectingTwice):
+class PPBC(LocalTraining, SelectingTwice):
     """Partial participation with bias correction: whoever is selected, however unfairly, the
     clients keep what the selection left out, and the server makes up for it once an epoch.
 
@@ -105,19 +114,15 @@ class PPBC(SelectingTwice):
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     momentum: Scalar | Theory | str = eqx.field(converter=_momentum, default=0.0)
     epoch_end: Scalar = eqx.field(converter=scalar("epoch_end"), default=0.2)
-    smoothness: Scalar | None = eqx.field(
-        converter=lambda value: None if value is None else scalar("smoothness")(value), default=None
-    )
+    smoothness: Scalar | None = eqx.field(converter=optional(scalar("smoothness")), default=None)
     local_steps: int = static(1)
-    local_optimizer: Optimizer | None = optimizer_field()
+    local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
     epoch_length: int | None = static(None)
     surrogate: str = static("previous")
     correction: bool = static(True)
 
     def __check_init__(self):
-        check_positive("step_size", self.step_size)
         check_positive("epoch_end", self.epoch_end)
-        check_count("local_steps", self.local_steps)
         if self.epoch_length is not None:
             check_count("epoch_length", self.epoch_length)
         if self.surrogate not in ("previous", "current"):
@@ -137,6 +142,8 @@ class PPBC(SelectingTwice):
         if self.epoch_length is not None or not all(isinstance(x, float) for x in numbers):
             return
         theta, p, gamma, smoothness = numbers
+        if gamma <= 0:
+            return  # an error, which `LocalTraining` raises
         most = min(gamma * (smoothness or np.inf), 1.0) * p**2 / 2  # no step is more than 1/L
         if theta > most * (1 + 1e-9):
             warnings.warn(
@@ -168,7 +175,7 @@ class PPBC(SelectingTwice):
         cohort, share = self.choose_round(fed, begins, to_select)
         gamma, theta = at(self.step_size, fed.round), self.theta(fed.round)
 
-        when = (share > 0) & (up if up is True else up[jnp.asarray(cohort)])
+        when = (share > 0) & (up if isinstance(up, bool) else up[jnp.asarray(cohort)])
         previous = carried = server.previous
         if self.keeps:
             fed.ask(self.work, fed.everyone, server.epoch, when=up)
@@ -212,6 +219,7 @@ class PPBC(SelectingTwice):
         """θ in this round."""
         if not isinstance(self.momentum, Theory):
             return self.momentum
+        assert self.smoothness is not None
         p = self.epoch_end if self.epoch_length is None else 1 / self.epoch_length
         return at(self.step_size, round) * self.smoothness * p**2 / 2
 
@@ -247,10 +255,7 @@ class PPBC(SelectingTwice):
 
     def pseudo_gradient(self, client: Client) -> Vector:
         """∇f_m(x), or what stands for it, times 1/q_m for a client that is not always up."""
-        steps, optimizer = self.local_steps, self.local_optimizer
-        total = descend(
-            client.grad, client.w, steps, client.key, self.step_size, optimizer, client.round
-        )
+        total = self.descend(client, client.grad)
         if self.availability is None:
             return total
         return total / self.availability.rate(client.index, client.round)

@@ -93,7 +93,7 @@ class SCAFFOLD(Averaging):
         def direction(y: Vector, key: Key[Array, ""]) -> Vector:
             return client.grad(y, key) - kept.control + control
 
-        total, directions = self.travel(client, direction)
+        total, directions = self.take_steps(client, direction)
         change = directions / self.local_steps - control  # c_i⁺ − c_i
         key, other = jax.random.split(jax.random.fold_in(client.key, self.local_steps))
         residual, packet = with_feedback(self.uplink, kept.residual, total, key)

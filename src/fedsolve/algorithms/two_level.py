@@ -1,63 +1,79 @@
-"""Algorithms that select twice: once an epoch of several rounds, and among those in every round."""
+"""The base class of algorithms that select in two levels: for an epoch, and in each of its rounds."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from fedsolve.algorithms.participating import Participating, as_selection, as_weighting
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import Scalar, check_count, scalar
+from fedsolve.fields import Scalar, check_count, optional, scalar
 from fedsolve.participation.selection import Everyone, Selection
-from fedsolve.participation.weighting import Methods, Weighting
+from fedsolve.participation.weighting import Methods, Weighting, Weights
 from fedsolve.problem.client import Client
 from fedsolve.problem.domains import project_capped
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort
+from fedsolve.types import (
+    ClientState,
+    Cohort,
+    Flag,
+    Flags,
+    Message,
+    PRNGKey,
+    Reply,
+    Vector,
+)
 
 
 class Memory(NamedTuple):
-    """What the server remembers about participation: of its parts, and whom it chose for the
-    epoch."""
+    """The server's state of participation, and its selection for the epoch."""
 
     weighting: PyTree
     selection: PyTree
-    cohort: Any  # None: everyone
-    weights: Float[Array, " c"]  # of the cohort, not made to sum to 1
+    cohort: Cohort | None  # None: all clients
+    weights: Float[Array, " c"]  # of the cohort, not normalised
     round_weighting: PyTree
-    scores: Float[Array, " n"] | None  # by it, from the epoch's start; None if asked every round
+    scores: Float[Array, " n"] | None  # its weights at the epoch's start; None: anew every round
     round_selection: PyTree
     availability: PyTree
 
 
 class SelectingTwice(Participating):
-    """Weights π are asked for when an epoch begins, of all clients; `select_epoch` is applied to
-    them then, and `select_round` in every round to those that it left, by their weights or by what
-    `round_weighting` says (None: all of them).
+    """Base class of algorithms that select clients for an epoch, and among them in every round.
 
-    - `cap`: α, weights stay on {π ≥ 0, Σπ = 1, π_m ≤ α/M}, also after a selection.
-    - `counting="uniform"`: whoever is selected counts 1/M, so that weights do not sum to 1.
+    When an epoch of several rounds begins, the weighting computes the weights π of all clients, and
+    `select_epoch` selects by them. In every round, `select_round` selects among the clients of the
+    epoch, by the same weights or by those of `round_weighting`.
 
-    `round` begins with `self.choose_epoch` and `self.choose_round`.
+    `round` starts with `self.choose_epoch` and `self.choose_round`.
+
+    Args:
+        weighting: The weights π of clients, or the name of a weighting.
+        availability: Which clients are up; a number is the probability of being up.
+        select_epoch: The selection at the beginning of an epoch, or its name.
+        select_round: The selection in every round; None for all clients of the epoch.
+        round_weighting: The weights for `select_round`; None for the epoch's weights.
+        cap: α, keeps weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M}, also after a selection; None for no cap.
+        counting: `"weights"`: selected clients have their weight in the sum. `"uniform"`: they have
+            weight 1/M, so that weights do not sum to 1.
+        participants: Not used; see `select_epoch`.
+        selection: Not used; see `select_epoch`.
     """
 
     select_epoch: Selection = eqx.field(converter=as_selection, default="Everyone", kw_only=True)
-    select_round: Selection | None = eqx.field(converter=as_selection, default=None, kw_only=True)
+    select_round: Selection | None = eqx.field(
+        converter=optional(as_selection), default=None, kw_only=True
+    )
     round_weighting: Weighting | None = eqx.field(
-        converter=lambda value: None if value is None else as_weighting(value),
-        default=None,
-        kw_only=True,
+        converter=optional(as_weighting), default=None, kw_only=True
     )
-    cap: Scalar | None = eqx.field(
-        converter=lambda value: None if value is None else scalar("cap")(value),
-        default=None,
-        kw_only=True,
-    )
+    cap: Scalar | None = eqx.field(converter=optional(scalar("cap")), default=None, kw_only=True)
     counting: str = eqx.field(static=True, default="weights", kw_only=True)
 
     def __check_init__(self):
@@ -65,11 +81,11 @@ class SelectingTwice(Participating):
             raise InvalidInput(f'counting must be "weights" or "uniform", got {self.counting!r}.')
         if self.participants is not None or self.selection is not None:
             raise InvalidInput(
-                f"{type(self).__name__} selects twice: give select_epoch and select_round in place "
+                f"{type(self).__name__} selects twice: give select_epoch and select_round instead "
                 "of participants and selection."
             )
         if self.round_weighting is not None and self.select_round is None:
-            raise InvalidInput("round_weighting says whom select_round selects; give both.")
+            raise InvalidInput("round_weighting is for select_round; give both.")
 
     @property
     def selecting(self) -> Selection:
@@ -85,6 +101,7 @@ class SelectingTwice(Participating):
             self._check_cap(self.cap, problem.n)
 
     def _check_cap(self, cap: float, clients: int) -> None:
+        """Raise if selected clients cannot have weights below the cap that sum to 1."""
         if not 1 <= cap <= clients:
             raise InvalidInput(f"cap must be from 1 to the {clients} clients, got {cap:g}.")
         rules = (self.select_epoch, self.select_round)
@@ -98,7 +115,7 @@ class SelectingTwice(Participating):
 
     # On the server
 
-    def init_participation(self, w: Float[Array, " d"], clients: int) -> Memory:
+    def init_participation(self, w: Vector, clients: int) -> Memory:
         everyone = isinstance(self.select_epoch, Everyone)
         size = min(self.select_epoch.size or clients, clients)
         rounds = self.round_weighting
@@ -113,15 +130,15 @@ class SelectingTwice(Participating):
             None if self.availability is None else self.availability.init(clients),
         )
 
-    def choose_epoch(self, fed: Federation, begins: Any, key: Key[Array, ""]) -> None:
-        """π̂ = R̂(π), if an epoch begins (lines 4, 5). All clients can be asked then."""
+    def choose_epoch(self, fed: Federation, begins: Flag, key: PRNGKey) -> None:
+        """Select for the epoch if one begins: π̂ = R̂(π) (lines 4, 5), asking all clients."""
         old, n = fed.participation, fed.clients
         weights, wanted = self.weigh(fed, begins, key)
         if self.cap is not None:
             free = jnp.full(n, 1 / n, fed.w.dtype) if weights is None else weights
             weights = project_capped(free, jnp.asarray(self.cap) / n)
         cohort, turn = self.select_epoch.select(weights, n, old.selection, key)
-        own = _counts(self.select_epoch, weights, cohort, fed.w.dtype)
+        own = _cohort_weights(self.select_epoch, weights, cohort, fed.w.dtype)
         new = old._replace(
             weighting=wanted,
             selection=turn,
@@ -131,9 +148,13 @@ class SelectingTwice(Participating):
         fed.participation = jax.tree.map(lambda a, b: jnp.where(begins, a, b), new, old)
 
     def choose_round(
-        self, fed: Federation, begins: Any, key: Key[Array, ""]
+        self, fed: Federation, begins: Flag, key: PRNGKey
     ) -> tuple[Cohort, Float[Array, " m"]]:
-        """π̃ = R̃(π̂): who sends in this round, and what each counts (line 10)."""
+        """Select for the round: π̃ = R̃(π̂) (line 10).
+
+        Returns:
+            The cohort that sends in this round, and its weights π̃.
+        """
         memory = fed.participation
         cohort = fed.everyone if memory.cohort is None else memory.cohort
         own = memory.weights
@@ -154,32 +175,40 @@ class SelectingTwice(Participating):
             return cohort, (own > 0).astype(own.dtype) / fed.clients
         return cohort, self.shares(own, fed.clients)
 
-    def score(self, fed: Federation, begins: Any, wanted: Any, key: Key[Array, ""]) -> Any:
-        """What the round's weighting says of those wanted; with an availability, what it said when
-        all of them could be asked."""
+    def score(
+        self, fed: Federation, begins: Flag, chosen: Flags, key: PRNGKey
+    ) -> Float[Array, " n"]:
+        """Compute the weights of `round_weighting` for the clients chosen for the epoch.
+
+        With an availability they are those of the epoch's first round, when all can be asked.
+        """
         rule, memory = self.round_weighting, fed.participation
         assert rule is not None
-        sure = self.availability is None
-        asked = wanted if sure else wanted & begins
+        always = self.availability is None
+        asked = chosen if always else chosen & begins
         methods = Methods(self.assess_round, self.tell_size)
         own = jax.random.fold_in(key, 4)
         scores, known = rule.weigh(fed, methods, memory.round_weighting, asked, own)
         scores = jnp.ones(fed.clients, fed.w.dtype) if scores is None else scores
-        if not sure:
+        if not always:
             scores = jnp.where(begins, scores, memory.scores)
-        fed.participation = memory._replace(round_weighting=known, scores=None if sure else scores)
+        fed.participation = memory._replace(
+            round_weighting=known, scores=None if always else scores
+        )
         return scores
 
     def shares(self, own: Float[Array, " c"], clients: int) -> Float[Array, " c"]:
-        """What those selected count: made to sum to 1 and, if there is a cap, projected below it.
-        Who had no weight gets some only if the others cannot have it all."""
+        """Normalise the weights of selected clients and project them below the cap, if any.
+
+        Clients of weight 0 get some weight only if the others are all at the cap.
+        """
         total = jnp.sum(own)
         own = own / jnp.where(total > 0, total, 1)
         if self.cap is None:
             return own
         return project_capped(jnp.where(own > 0, own, -2), jnp.asarray(self.cap) / clients)
 
-    def learn(self, fed: Federation, direction: Float[Array, " d"]) -> None:
+    def learn(self, fed: Federation, direction: Vector) -> None:
         super().learn(fed, direction)
         if self.round_weighting is not None:
             memory = fed.participation
@@ -189,14 +218,17 @@ class SelectingTwice(Participating):
     # On a client
 
     def assess_round(
-        self, client: Client, state: PyTree, *message: PyTree
-    ) -> tuple[PyTree, PyTree]:
+        self, client: Client, state: ClientState, *message: Message
+    ) -> tuple[ClientState, Reply]:
+        """Reply to `round_weighting`."""
         assert self.round_weighting is not None
         return state, self.round_weighting.assess(client, *message)
 
 
-def _counts(selection: Selection, weights: Any, cohort: Cohort, dtype: Any) -> Float[Array, " c"]:
-    """What those selected count, not made to sum to 1."""
+def _cohort_weights(
+    selection: Selection, weights: Weights, cohort: Cohort, dtype: DTypeLike
+) -> Float[Array, " c"]:
+    """Return the weights of selected clients, not normalised."""
     if weights is None:
         return jnp.ones(len(cohort), dtype)
     own = weights[cohort]

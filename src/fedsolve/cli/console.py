@@ -1,29 +1,36 @@
-"""What the user sees of a command: a line that follows a run, tables, errors in one sentence."""
+"""Console output: progress bars, tables, and errors in one sentence."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, SupportsFloat
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedsolve.experiments.tracking import Tracked
+from fedsolve.runtimes.history import History
+from fedsolve.solving.result import Run
+
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 def fail(message: str, status: int) -> NoReturn:
+    """Print an error and exit with that status."""
     err.print("Error:", message, style="bold red", markup=False, soft_wrap=True)
     sys.exit(status)
 
 
-def tell(message: Warning | str, *_: Any) -> None:
+def tell(message: Warning | str, *_: object) -> None:
+    """Print a warning; also in place of `warnings.showwarning`."""
     err.print("Warning:", str(message), style="yellow", markup=False, soft_wrap=True)
 
 
 class Progress:
-    """A line that follows a run: round, objective, constraint, bytes, time left."""
+    """A progress bar: round, objective, constraint, bytes, time left."""
 
     def __init__(self, label: str, rounds: int):
         from rich import progress
@@ -39,7 +46,8 @@ class Progress:
         )
         self._task = self._bar.add_task(label, total=rounds, facts="compiling")
 
-    def __call__(self, done: int, rounds: int, newest: dict[str, Any]) -> None:
+    def __call__(self, done: int, rounds: int, newest: History) -> None:
+        """Show the newest entries of the history (the `progress` of `solve`)."""
         self._bar.update(self._task, completed=done)
         if len(newest["round"]):
             facts = [f"f {newest['objective'][-1]:.4g}"]
@@ -49,6 +57,7 @@ class Progress:
             self._bar.update(self._task, facts="  ".join(facts))
 
     def say(self, done: int | None, facts: str) -> None:
+        """Show how many rounds are done (None: as before), and a text."""
         self._bar.update(self._task, completed=done, facts=facts)
 
     def __enter__(self) -> Progress:
@@ -59,7 +68,36 @@ class Progress:
         self._bar.stop()
 
 
-def closing_table(runs: dict[str, list[Any]]) -> Table:
+class RunProgress:
+    """A progress bar for the current run of an experiment (the `progress` of the runner)."""
+
+    def __init__(self):
+        self._run: Tracked | None = None
+        self._bar: Progress | None = None
+
+    def __call__(self, run: Tracked, done: int, rounds: int, newest: History) -> None:
+        if self._bar is None or run is not self._run:
+            self.stop()
+            self._run = run
+            self._bar = Progress(f"{run.variant or run.experiment}, seed {run.seed}", rounds)
+            self._bar.__enter__()
+        self._bar(done, rounds, newest)
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.__exit__()
+            self._bar = None
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def closing_table(runs: Mapping[str, Sequence[Run]]) -> Table:
+    """Return a table of the last values of every run."""
     all_runs = [(variant, run) for variant, group in runs.items() for run in group]
     constrained = any("constraint" in run.history for _, run in all_runs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -87,7 +125,8 @@ def closing_table(runs: dict[str, list[Any]]) -> Table:
     return table
 
 
-def size_text(exact: Any) -> str:
+def size_text(exact: SupportsFloat) -> str:
+    """Return a number of bytes with a unit."""
     count = float(exact)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
@@ -97,18 +136,19 @@ def size_text(exact: Any) -> str:
 
 
 def catalogue_table() -> Table:
-    from fedsolve.papers import reproduce as of
+    """Return a table of the papers' figures and tables, and what it costs to reproduce them."""
+    from fedsolve.papers.catalogue import catalogue, costs, papers
     from fedsolve.papers.pages import plain
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("figure or table", "shows", "state", "quick", "full", "on a GPU"):
         table.add_column(column, no_wrap=column != "shows")
-    entries = of.catalogue()
-    for paper, text in of.papers().items():
+    entries = catalogue()
+    for paper, text in papers().items():
         table.add_row(f"[bold]{paper}[/bold]", f"[bold]{text['title']}[/bold]")
         for entry in entries.values():
             if entry.paper_of == paper:
                 missing = plain(entry.note) if entry.state != "whole" else ""
                 shows = f"{entry.shows}. [dim]{escape(missing)}[/dim]" if missing else entry.shows
-                table.add_row(entry.name, shows, entry.state, *of.costs(entry))
+                table.add_row(entry.name, shows, entry.state, *costs(entry))
     return table

@@ -32,6 +32,7 @@ from fedsolve.flare.supervisor import (
     supervise,
     wait_for_server,
 )
+from fedsolve.runtimes.history import History
 from fedsolve.types import Table
 
 # What the server reports of an evaluated round beside the entries of its history.
@@ -235,7 +236,7 @@ class _Progress:
     def _track(self, cell: int, round: int, news: Table) -> None:
         if self._last[cell] < round <= self._last[cell] + self._every:
             entry = {k: np.asarray([v]) for k, v in news.items() if k not in NOT_IN_HISTORY}
-            self._follow[cell](round, self._each, entry)
+            self._follow[cell](round, self._each, History(entry))
             self._last[cell] = round
 
 

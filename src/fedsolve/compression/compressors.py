@@ -1,4 +1,4 @@
-"""Compression: what is sent instead of a vector.
+"""Compressors: maps from a vector to a packet that is smaller.
 
 A compressor C maps a vector v ∈ ℝᵈ to a `Packet` (packets.py), whose arrays are what travels, and
 `packet.dense()` is C(v). Either of two properties keeps federated methods convergent:
@@ -6,13 +6,13 @@ A compressor C maps a vector v ∈ ℝᵈ to a `Packet` (packets.py), whose arra
     contractive   E‖C(v) − v‖² ≤ (1 − q)‖v‖²                 `contraction(d)` is q ∈ (0, 1]
     unbiased      E C(v) = v  and  E‖C(v) − v‖² ≤ ω‖v‖²      `variance(d)` is ω ≥ 0
 
-Biased contractive compressors need error feedback (feedback.py); unbiased ones do not.
+Biased contractive compressors need error feedback (error_feedback.py); unbiased ones do not.
 
     name          C(v)                                        sent             bound
     Identity      v                                           v                q = 1, ω = 0
     TopK          the K entries of largest magnitude          indices, values  q = K/d
     RandK         K uniform entries, times d/K                indices, values  ω = d/K − 1
-                  (just themselves where unbiased=False)                       q = K/d
+                  (unscaled if unbiased=False)                                 q = K/d
     Float16, 8, 4 the nearest codewords to v / max|v|         max|v|, codes    q by worst case
     QSGD          ‖v‖ sign(v) ξ/s, ξ is s|v|/‖v‖ rounded      ‖v‖, codes       ω = min(d/s², √d/s)
     Compose       TopK or RandK, kept values compressed       indices, packet  q = q₁q₂
@@ -30,23 +30,25 @@ import functools
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped, UInt
 
 from fedsolve.compression.packets import Dense, Packet, Sparse
 from fedsolve.errors import InvalidInput
 
+Value = TypeVar("Value")
 Kept = tuple[Int[Array, " kept"], Float[Array, " kept"]]
 
 
 class Scaled(Packet):
-    """A scale, and small codes for v / scale that the compressor can read."""
+    """A scale, and codes for v / scale that the compressor can decode."""
 
     scale: Float[Array, ""]
     codes: Shaped[Array, " n"]
@@ -59,13 +61,26 @@ class Scaled(Packet):
 
 
 class Compressor(eqx.Module):
-    """`compressor(v, key)` is a packet; `key` may be left out where nothing is drawn at random."""
+    """Base class of compressors: `compressor(v, key)` returns a packet.
+
+    Subclasses implement `compress`, say whether they are `unbiased` and `contractive`, and give the
+    constants of the bounds that hold.
+    """
 
     unbiased = False
     contractive = False
-    deterministic = False  # draws nothing at random, so that its bound holds every time
+    deterministic = False  # whether the bound holds every time, not only on average
 
     def __call__(self, v: Shaped[ArrayLike, "*shape"], key: PRNGKeyArray | None = None) -> Packet:
+        """Compress a vector.
+
+        Args:
+            v: A non-empty vector of floating-point numbers.
+            key: A random key; deterministic compressors need none.
+
+        Returns:
+            The packet, for which `packet.dense()` is C(v).
+        """
         v, name = jnp.asarray(v), type(self).__name__
         if v.ndim != 1 or v.size == 0 or not jnp.issubdtype(v.dtype, jnp.floating):
             got = f"{v.dtype} of shape {v.shape}"
@@ -76,18 +91,35 @@ class Compressor(eqx.Module):
 
     @abc.abstractmethod
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Packet:
-        """What `__call__` does with a vector that is known to be good."""
+        """Compress a vector that `__call__` has checked.
+
+        Args:
+            v: The vector.
+            key: A random key, or None.
+
+        Returns:
+            The packet.
+        """
 
     def contraction(self, size: int) -> float:
-        """q with E‖C(v) − v‖² ≤ (1 − q)‖v‖² for every v of this size."""
+        """Return q with E‖C(v) − v‖² ≤ (1 − q)‖v‖² for every v of this size.
+
+        Args:
+            size: The size d of the vectors.
+        """
         raise InvalidInput(f"{self} is not contractive and has no q; ask for its variance(size).")
 
     def variance(self, size: int) -> float:
-        """ω with E‖C(v) − v‖² ≤ ω‖v‖², and E C(v) = v, for every v of this size."""
+        """Return ω with E‖C(v) − v‖² ≤ ω‖v‖², and E C(v) = v, for every v of this size.
+
+        Args:
+            size: The size d of the vectors.
+        """
         raise InvalidInput(f"{self} is biased and has no ω; ask for its contraction(size).")
 
 
 def _require(key: PRNGKeyArray | None, compressor: Compressor) -> PRNGKeyArray:
+    """Return the key, or raise if there is none."""
     if key is None:
         name = type(compressor).__name__
         raise InvalidInput(f"{name} draws at random and needs a key: call compressor(v, key).")
@@ -95,9 +127,9 @@ def _require(key: PRNGKeyArray | None, compressor: Compressor) -> PRNGKeyArray:
 
 
 def _parameter(valid: Callable[[Any], bool], sentence: str, **default: Any) -> Any:
-    """A static field that refuses what is not valid, with the sentence."""
+    """Declare a static field whose converter raises with the sentence for an invalid value."""
 
-    def convert(value):
+    def convert(value: Value) -> Value:
         if not valid(value):
             raise InvalidInput(f"{sentence}, got {value!r}.")
         return value
@@ -106,12 +138,19 @@ def _parameter(valid: Callable[[Any], bool], sentence: str, **default: Any) -> A
 
 
 def _number(kind: type, limit: int | float) -> Callable[[Any], bool]:
-    """Is it a number of this kind in (0, limit]?"""
+    """Make a predicate: whether a value is a number of this kind in (0, limit]."""
     return lambda x: isinstance(x, kind) and not isinstance(x, bool) and 0 < x <= limit
 
 
 class Identity(Compressor):
-    """C(v) = v."""
+    """Send the vector uncompressed, C(v) = v.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> fs.Identity()(jnp.asarray([1.0, 2.0])).nbytes
+        8
+    """
 
     unbiased = True
     contractive = True
@@ -128,14 +167,14 @@ class Identity(Compressor):
 
 
 class Sparsifier(Compressor):
-    """Keeps ⌈fraction · B⌉ of every B consecutive entries; B is d where no block is given."""
+    """Keep ⌈fraction · B⌉ of every B consecutive entries; B is d if no block is given."""
 
     fraction: eqx.AbstractVar[float]
     block = None
 
     @abc.abstractmethod
     def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
-        """What is kept: indices within blocks, and values."""
+        """Select the entries to keep: indices within blocks, and values."""
 
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Sparse:
         indices, values = self.select(v, key)
@@ -144,13 +183,13 @@ class Sparsifier(Compressor):
         return Sparse(narrow, Dense(values), v.size, block, share)
 
     def layout(self, size: int) -> tuple[int, int]:
-        """The length of a block, and how many of its entries are kept."""
+        """Return the length of a block, and how many of its entries are kept."""
         block = size if self.block is None else min(int(self.block), size)
         # In floating point 0.07 · 100 is a little more than 7, and must keep 7.
         return block, max(1, math.ceil(self.fraction * block - 1e-9))
 
     def kept(self, size: int) -> int:
-        """How many entries of a vector of this size are sent, K."""
+        """Return K, how many entries of a vector of this size are sent."""
         block, share = self.layout(size)
         return size // block * share + min(share, size % block)
 
@@ -163,7 +202,18 @@ class Sparsifier(Compressor):
 
 
 class TopK(Sparsifier):
-    """The K = ⌈fraction · d⌉ entries of largest magnitude, or ⌈fraction · block⌉ of every block."""
+    """Keep the K = ⌈fraction · d⌉ entries of largest magnitude.
+
+    Args:
+        fraction: The fraction of entries to keep, in (0, 1].
+        block: Keep ⌈fraction · block⌉ of every block of so many entries; None for one block.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> fs.TopK(0.5)(jnp.asarray([3.0, -1.0, 0.5, -2.0])).dense().tolist()
+        [3.0, 0.0, 0.0, -2.0]
+    """
 
     fraction: float = _parameter(_number(Real, 1), "TopK needs a fraction in (0, 1]")
     block: int | None = _parameter(
@@ -185,7 +235,21 @@ class TopK(Sparsifier):
 
 
 class RandK(Sparsifier):
-    """K = ⌈fraction · d⌉ entries drawn uniformly without replacement, times d/K when unbiased."""
+    """Keep K = ⌈fraction · d⌉ entries drawn uniformly without replacement.
+
+    Args:
+        fraction: The fraction of entries to keep, in (0, 1].
+        unbiased: Whether entries are scaled by d/K, which makes the compressor unbiased; otherwise
+            it is contractive.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> packet = fs.RandK(0.25)(jnp.ones(8), jax.random.key(0))
+        >>> float(packet.dense().sum())
+        8.0
+    """
 
     fraction: float = _parameter(_number(Real, 1), "RandK needs a fraction in (0, 1]")
     unbiased: bool = eqx.field(default=True, static=True)
@@ -205,7 +269,7 @@ class RandK(Sparsifier):
 
 
 def _normalized(v: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, " d"]]:
-    """max|v| and v / max|v|, whose squares neither overflow nor vanish; zero stays zero."""
+    """Return max|v| and v / max|v|, whose squares neither overflow nor vanish; zero stays zero."""
     peak = jnp.max(jnp.abs(v))
     # At least float32: a bfloat16 cannot tell 65504 from 65536, which is infinity to a float16.
     wide = v.astype(jnp.promote_types(v.dtype, jnp.float32))
@@ -214,14 +278,14 @@ def _normalized(v: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, "
 
 @functools.cache
 def _codebook(format: np.dtype) -> Float[np.ndarray, " n"]:
-    """The finite numbers c ≥ 0 of a floating-point format, in order (that of their bits)."""
+    """Return the finite numbers c ≥ 0 of a floating-point format, in the order of their bits."""
     bits = np.arange(2 ** (jnp.finfo(format).bits - 1), dtype=f"uint{8 * format.itemsize}")
     numbers = bits.view(format).astype(np.float64)
     return numbers[np.isfinite(numbers)]
 
 
 class SmallFloat(Compressor):
-    """Rounds v / max|v| to the nearest number of a small format, whose largest stands for 1."""
+    """Round v / max|v| to the nearest number of a small format, whose largest stands for 1."""
 
     format: ClassVar[np.dtype]
     contractive = True
@@ -236,15 +300,15 @@ class SmallFloat(Compressor):
         return Scaled(peak, self.encode(unit * self.top), v.size, self)
 
     def encode(self, x: Float[Array, " d"]) -> Shaped[Array, " n"]:
-        """Codes of numbers in [−top, top]."""
+        """Return the codes of numbers in [−top, top]."""
         return x.astype(self.format)
 
-    def decode(self, codes: Shaped[Array, " n"], dtype: np.dtype) -> Float[Array, " padded"]:
-        """Numbers in [−1, 1]."""
+    def decode(self, codes: Shaped[Array, " n"], dtype: DTypeLike) -> Float[Array, " padded"]:
+        """Return the numbers in [−1, 1] that codes stand for."""
         return codes.astype(dtype) / self.top
 
     def contraction(self, size: int) -> float:
-        """Exact for the codebook c, but for rounding.
+        """Return q, exact for the codebook c up to rounding.
 
         In units of max|v| / top, one entry is the top and has no error. The d − 1 others are x with
         errors e(x), and whatever the ratio λ, the x of largest e(x)² − λx² is the same for all.
@@ -260,22 +324,42 @@ class SmallFloat(Compressor):
 
 
 class Float16(SmallFloat):
-    """Two bytes an entry (IEEE half precision)."""
+    """Send two bytes per entry (IEEE half precision).
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> fs.Float16()(jnp.ones(100)).nbytes
+        204
+    """
 
     format = np.dtype(jnp.float16)
 
 
 class Float8(SmallFloat):
-    """One byte an entry (e4m3fn)."""
+    """Send one byte per entry (e4m3fn).
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> fs.Float8()(jnp.ones(100)).nbytes
+        104
+    """
 
     format = np.dtype(jnp.float8_e4m3fn)
 
 
 class Float4(SmallFloat):
-    """Half a byte an entry (e2m1): ± 0, ½, 1, 1½, 2, 3, 4, 6.
+    """Send half a byte per entry (e2m1): ± 0, ½, 1, 1½, 2, 3, 4, 6.
 
-    JAX keeps a float4 in a whole byte, so two codes, a sign and three bits each, are packed here.
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> fs.Float4()(jnp.ones(100)).nbytes
+        54
     """
+
+    # JAX keeps a float4 in a whole byte, so two codes, a sign and three bits each, are packed here.
 
     format = np.dtype(jnp.float4_e2m1fn)
 
@@ -287,14 +371,25 @@ class Float4(SmallFloat):
         low, high = jnp.pad(codes, (0, x.size % 2)).reshape(-1, 2).T
         return low | high << 4
 
-    def decode(self, codes: UInt[Array, " n"], dtype: np.dtype) -> Float[Array, " padded"]:
+    def decode(self, codes: UInt[Array, " n"], dtype: DTypeLike) -> Float[Array, " padded"]:
         codebook = _codebook(self.format)
         signed = jnp.asarray(np.concatenate([codebook, -codebook]) / self.top, dtype)
         return signed[jnp.stack([codes & 15, codes >> 4], axis=1).ravel()]
 
 
 class QSGD(Compressor):
-    """Rounds s|v|/‖v‖ up or down at random, so that the mean is right; `levels` is s."""
+    """Round s|v|/‖v‖ up or down at random, so that the mean is exact.
+
+    Args:
+        levels: The number of levels s, at most 32767; one byte per entry up to 127, else two.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> fs.QSGD(127)(jnp.ones(100), jax.random.key(0)).nbytes
+        104
+    """
 
     levels: int = _parameter(
         _number(Integral, 32767), "QSGD needs a whole number of levels from 1 to 32767"
@@ -312,8 +407,8 @@ class QSGD(Compressor):
         narrow = jnp.int8 if self.levels <= 127 else jnp.int16
         return Scaled((peak * length).astype(v.dtype), codes.astype(narrow), v.size, self)
 
-    def decode(self, codes: Int[Array, " n"], dtype: np.dtype) -> Float[Array, " n"]:
-        """Numbers in [−1, 1]."""
+    def decode(self, codes: Int[Array, " n"], dtype: DTypeLike) -> Float[Array, " n"]:
+        """Return the numbers in [−1, 1] that codes stand for."""
         return codes.astype(dtype) / self.levels
 
     def variance(self, size: int) -> float:
@@ -321,7 +416,19 @@ class QSGD(Compressor):
 
 
 class Compose(Compressor):
-    """Sparsifies with `first`, then compresses the vector of kept values with `second`."""
+    """Sparsify with one compressor, then compress the kept values with another.
+
+    Args:
+        first: The sparsifier, `TopK` or `RandK`.
+        second: The compressor of the kept values.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> compressor = fs.Compose(fs.TopK(0.1), fs.Float8())
+        >>> compressor(jnp.ones(100)).nbytes
+        24
+    """
 
     first: Sparsifier = _parameter(
         lambda first: isinstance(first, Sparsifier), "Compose needs TopK or RandK to come first"

@@ -1,4 +1,4 @@
-"""Packets: a packet's arrays are its bytes on the wire, and `dense()` is the vector they mean."""
+"""Packets: compressed vectors. Their arrays are what is sent; `dense()` decompresses them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,42 @@ FEW = 16  # rows that are added one by one
 
 
 class Packet(eqx.Module):
-    """What is sent: its array leaves. Both ends know shapes and formats, which cost nothing."""
+    """Base class of packets: what is sent in place of a vector.
+
+    The array leaves are sent. Static fields are known to both ends and cost no bytes.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> packet = fs.TopK(0.5)(jnp.asarray([3.0, -1.0, 0.5, 2.0]))
+        >>> packet.dense().tolist(), packet.nbytes
+        ([3.0, 0.0, 0.0, 2.0], 10)
+    """
 
     @abc.abstractmethod
     def dense(self) -> Float[Array, " d"]:
-        """The vector that this packet stands for."""
+        """Return the vector that the packet stands for."""
 
     @property
     def nbytes(self) -> int:
-        """The size on the wire; of stacked packets, of all together."""
+        """The size of what is sent, in bytes; of stacked packets, of all together."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def weighted_sum(self, weights: Float[Array, " m"]) -> Float[Array, " d"]:
-        """Σᵢ weightsᵢ · packetᵢ.dense(), where self is m packets stacked by `jax.vmap`."""
+        """Return Σᵢ weightsᵢ · packetᵢ.dense(), where self is m packets stacked by `jax.vmap`.
+
+        Args:
+            weights: One for each packet; 0 for one that did not arrive.
+        """
         return weighted_sum(weights, jax.vmap(lambda packet: packet.dense())(self))
 
 
 def weighted_sum(weights: Float[Array, " m"], rows: Float[Array, "m ..."]) -> Float[Array, "..."]:
-    """Σᵢ weightsᵢ · rowsᵢ. Weight 0 means no answer: the row may hold anything, and 0 · NaN is NaN.
+    """Return Σᵢ weightsᵢ · rowsᵢ, without the rows of weight 0, which may hold anything.
 
-    XLA's own sum over a leading axis is 15 to 70 times as slow on a CPU where rows are long. Few
-    are added one by one, in one pass over them; many are a matrix product, of a copy."""
+    XLA's own sum over a leading axis is 15 to 70 times as slow on a CPU if rows are long. A few
+    rows are added one by one, in one pass; many are a matrix product, which copies them.
+    """
     if len(rows) <= FEW:
         terms = [jnp.where(weights[i] != 0, weights[i] * row, 0) for i, row in enumerate(rows)]
         return functools.reduce(jnp.add, terms)
@@ -42,12 +57,12 @@ def weighted_sum(weights: Float[Array, " m"], rows: Float[Array, "m ..."]) -> Fl
 
 
 def _heard(weights: Float[Array, " m"], rows: Float[Array, "m ..."]) -> Float[Array, "m ..."]:
-    """With zeros for those who were not heard."""
+    """Replace rows of weight 0 by zeros: 0 · NaN is NaN."""
     return jnp.where(weights.reshape(-1, *[1] * (rows.ndim - 1)) != 0, rows, 0)
 
 
 class Dense(Packet):
-    """The vector itself."""
+    """The uncompressed vector."""
 
     vector: Float[Array, " d"]
 
@@ -58,8 +73,8 @@ class Dense(Packet):
 class Sparse(Packet):
     """Some entries of a vector; their values are a packet in turn.
 
-    The vector is cut into blocks of `block` entries, and each sends `share` of them (a short last
-    one perhaps fewer). An index counts from the start of its block, so that it stays narrow.
+    The vector is divided into blocks of `block` entries, and each sends `share` of them (a short
+    last block perhaps fewer). An index counts from the start of its block: few bits are enough.
     """
 
     indices: UInt[Array, " kept"]
@@ -69,7 +84,7 @@ class Sparse(Packet):
     share: int = eqx.field(static=True)
 
     def positions(self) -> Int[Array, "*m kept"]:
-        """Indices into the whole vector, of one packet or of a stack."""
+        """Return indices into the whole vector, of one packet or of a stack."""
         slots = jnp.arange(self.indices.shape[-1], dtype=jnp.int32)
         return self.indices.astype(jnp.int32) + self.block * (slots // self.share)
 

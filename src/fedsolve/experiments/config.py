@@ -1,4 +1,4 @@
-"""Experiments as text, from TOML and back; what does not fit gets a sentence."""
+"""Experiments as TOML: reading, changing and resolving configurations."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import functools
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-import fedsolve as fs
+import tomli_w
+
+from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.registry import (
     ALGORITHMS,
@@ -22,7 +23,12 @@ from fedsolve.experiments.registry import (
     check_known,
     described,
 )
+from fedsolve.federation.clock import Clock
 from fedsolve.fields import check_count, check_positive, scalar
+from fedsolve.problem.problem import Problem
+from fedsolve.types import Table
+
+Settings = Mapping[str, object] | Iterable[str] | None  # by dotted key, or `key=value`
 
 SEED_KEYS = ("seed", "seeds", "instances")
 HOW_KEYS = ("evaluate_every", "precision", "clients_at_once", "stop", "devices")
@@ -31,19 +37,21 @@ DEPLOY_KEYS = ("deadline", "quorum", "sites")
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
-class Cells(Mapping[str, tuple[fs.Problem, fs.Algorithm]]):
-    """Problem and algorithm by variant. A problem that `kept` does not have is made whenever it is
-    asked for: instances can be large."""
+class Cells(Mapping[str, tuple[Problem, Algorithm]]):
+    """The problem and algorithm of each variant.
+
+    Problems that are not in `kept` may be large: they are built each time they are asked for.
+    """
 
     def __init__(
         self,
-        makers: dict[str, Callable[[], fs.Problem]],
-        kept: dict[str, fs.Problem],
-        algorithms: dict[str, fs.Algorithm],
+        makers: dict[str, Callable[[], Problem]],
+        kept: dict[str, Problem],
+        algorithms: dict[str, Algorithm],
     ):
         self._makers, self._kept, self.algorithms = makers, kept, algorithms
 
-    def __getitem__(self, variant: str) -> tuple[fs.Problem, fs.Algorithm]:
+    def __getitem__(self, variant: str) -> tuple[Problem, Algorithm]:
         algorithm = self.algorithms[variant]
         return self._kept.get(variant) or self._makers[variant](), algorithm
 
@@ -56,21 +64,47 @@ class Cells(Mapping[str, tuple[fs.Problem, fs.Algorithm]]):
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One problem and algorithm (or several variants of them), ready to run."""
+    """A problem and an algorithm, or several variants of them, ready to run; see `resolve`.
+
+    Args:
+        name: The experiment's name.
+        cells: Problem and algorithm by variant; the key is "" where there are no variants.
+        clocks: The simulated clock of each variant, if it has one.
+        seeds: The seeds of every variant's runs.
+        options: Arguments for `fs.solve`: `rounds`, `evaluate_every`, ...
+        deploy: Options of a deployment.
+        resolved: The configuration with all defaults filled in.
+        instances: The problem's table of each variant if every seed is another instance of the
+            problem (`run.instances`), else None.
+        allowed: The `module:name`s that may be imported; None allows any.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> table = fs.experiments.read("neyman-pearson")
+        >>> fs.experiments.resolve("trial", table).seeds
+        [0]
+    """
 
     name: str
-    cells: Cells  # by variant; "" if there are none
-    clocks: dict[str, fs.Clock | None]  # by variant too
+    cells: Cells
+    clocks: dict[str, Clock | None]
     seeds: list[int]
-    options: dict[str, Any]  # for `solve`
-    deploy: dict[str, Any]  # for a deployment
-    resolved: dict[str, Any]  # the configuration with every default filled in
-    instances: dict[str, dict[str, Any]] | None = None  # the problem's table, if seeds make others
+    options: Table
+    deploy: Table
+    resolved: Table
+    instances: dict[str, Table] | None = None
     allowed: Allowed = None
 
-    def cell(self, variant: str, seed: int) -> tuple[fs.Problem, fs.Algorithm]:
-        """What to run for that variant and seed: with `run.instances` the seed is the problem's,
-        too."""
+    def cell(self, variant: str, seed: int) -> tuple[Problem, Algorithm]:
+        """Return the problem and the algorithm of one run.
+
+        Args:
+            variant: The variant's name.
+            seed: The run's seed; with `run.instances` it is the problem's seed as well.
+
+        Returns:
+            What to pass to `fs.solve`.
+        """
         if self.instances is None or seed == self.seeds[0]:
             return self.cells[variant]
         make = _problem(self.instances[variant] | {"seed": seed}, self.allowed)[0]
@@ -78,26 +112,51 @@ class Experiment:
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """Every variant with every seed."""
+        """Every variant with every seed, in the order in which they are run."""
         return [(variant, seed) for variant in self.cells for seed in self.seeds]
 
 
-def experiment_names() -> list[str]:
-    """The experiments that come with the package."""
+def names() -> list[str]:
+    """List the experiments that come with the package.
+
+    Returns:
+        Their names, sorted.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> "neyman-pearson" in fs.experiments.names()
+        True
+    """
     folder = resources.files("fedsolve.experiments") / "configs"
     return sorted(
         f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
     )
 
 
-def read(name: str) -> dict[str, Any]:
-    """The configuration of that name, or in that file."""
-    if name.endswith(".toml"):
+def read(name: str | Path) -> Table:
+    """Read an experiment's configuration.
+
+    Args:
+        name: The name of an experiment that comes with the package (see `names`), or the path of
+            a TOML file.
+
+    Returns:
+        The configuration, as `tomllib` reads it.
+
+    Raises:
+        InvalidInput: If there is no such experiment or file, or the file is not valid TOML.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.experiments.read("neyman-pearson")["problem"]
+        {'kind': 'neyman_pearson', 'clients': 20}
+    """
+    if isinstance(name, Path) or name.endswith(".toml"):
         path = Path(name)
         if not path.is_file():
             raise InvalidInput(f"There is no file {name}.")
     else:
-        check_known(name, experiment_names(), "experiment")
+        check_known(name, names(), "experiment")
         path = resources.files("fedsolve.experiments") / "configs" / f"{name}.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -105,11 +164,11 @@ def read(name: str) -> dict[str, Any]:
         raise InvalidInput(f"{name} is not valid TOML: {error}.") from error
 
 
-def override(config: dict[str, Any], assignment: str) -> dict[str, Any]:
-    """The configuration with `some.key=value` set."""
+def override(config: Table, assignment: str) -> Table:
+    """Return the configuration with a setting `some.key=value`; the value is TOML or a word."""
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
-        raise InvalidInput(f"--set takes key=value, got {assignment!r}.")
+        raise InvalidInput(f"A setting is written as key=value, got {assignment!r}.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -117,68 +176,42 @@ def override(config: dict[str, Any], assignment: str) -> dict[str, Any]:
     return with_key(config, key.strip(), value)
 
 
-def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Experiment:
-    """Builds what the configuration describes, and says what it comes to.
+def resolve(name: str, config: Table, allowed: Allowed = None) -> Experiment:
+    """Build what a configuration describes.
 
-    A problem, algorithm or part of another installed package is named as `module:name`; `allowed`
-    says which of those may be imported. Where it says so (it is not None) the configuration is
-    another machine's, and may not name a file.
+    A problem, algorithm or part of another installed package is named as `module:name`.
+
+    Args:
+        name: The experiment's name, which becomes that of its folder.
+        config: The configuration, such as `read` returns.
+        allowed: The `module:name`s that may be imported; None allows any. Where it is given, the
+            configuration is taken to come from another machine, and may not name a file.
+
+    Returns:
+        The experiment, ready to run.
+
+    Raises:
+        InvalidInput: If a key is unknown or missing, or a value cannot be used.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> config = fs.experiments.read("neyman-pearson")
+        >>> config["run"]["seeds"] = [0, 1]
+        >>> fs.experiments.resolve("mine", config).runs
+        [('', 0), ('', 1)]
     """
     for key in config:
         check_known(key, SECTIONS, "key", "")
-    run = _table(config, "run", "")
-    for key in run:
-        check_known(key, RUN_KEYS, "key", "run.")
-    if "rounds" not in run:
-        raise InvalidInput("run.rounds is missing: say how many rounds to run.")
-    seeds = run.get("seeds", [run.get("seed", 0)])
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
-        raise InvalidInput(f"run.seeds must be a list of whole numbers, got {seeds!r}.")
-    check_count("run.rounds", run["rounds"])
-    instances = run.get("instances", False)
-    if not isinstance(instances, bool):
-        raise InvalidInput(f"run.instances must be true or false, got {instances!r}.")
+    run, seeds = _run_table(config)
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
-    algorithms, clocks, resolved = {}, {}, {k: v for k, v in config.items() if k == "title"}
-    problems: dict[str, tuple[Callable[[], fs.Problem], dict[str, Any]]] = {}
-    makers, kept = {}, {}
-    tables: dict[str, dict[str, Any]] = {}
+    builder = _Builder(run["rounds"], seeds[0] if run.get("instances", False) else None, allowed)
+    cells: dict[str, _Cell] = {}
+    shown = {key: config[key] for key in ("problem", "algorithm", "clock") if key in config}
     for variant, changes in variants.items():
-        if not isinstance(changes, dict):
-            raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
-        changed = config
-        for key, value in changes.items():
-            changed = with_key(changed, key, value)
-        described = _table(changed, "problem", "")
-        if instances:
-            described = described | {"seed": seeds[0]}
-        tables[variant] = described
-        if (known := repr(described)) not in problems:  # variants mostly share one
-            make, problem_table = _problem(described, allowed)
-            problems[known] = functools.cache(make) if not instances else make, problem_table
-        makers[variant], problem_table = problems[known]
-        if not instances:
-            kept[variant] = makers[variant]()
-        table = _table(changed, "algorithm", "")
-        around: dict[str, Any] = {}
-        if table.get("kind") == "FedSGM.from_theory":
-            if instances:
-                raise InvalidInput(
-                    "FedSGM.from_theory is for one problem; leave out run.instances."
-                )
-            around = {"problem": makers[variant](), "rounds": run["rounds"]}
-        algorithms[variant], algorithm_table = build(
-            table, ALGORITHMS, "algorithm", allowed, around
-        )
-        described = {"kind": "Clock"} | _table(changed, "clock", "") if "clock" in changed else {}
-        clocks[variant], clock_table = None, {}
-        if described:
-            clocks[variant], clock_table = build(described, {"Clock": fs.Clock}, "clock", allowed)
-        if not changes:  # variants change what is here: it must not be one of the changed
-            resolved |= {"problem": problem_table, "algorithm": algorithm_table}
-            resolved |= {"clock": clock_table} if clock_table else {}
-    if "problem" not in resolved:
-        resolved |= {key: config[key] for key in ("problem", "algorithm", "clock") if key in config}
+        cells[variant] = builder.cell(_changed(config, variant, changes))
+        if not changes:  # else defaults would stand beside what a variant changes
+            shown = cells[variant].shown
+    resolved: Table = {key: value for key, value in config.items() if key == "title"} | shown
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
@@ -187,33 +220,168 @@ def resolve(name: str, config: dict[str, Any], allowed: Allowed = None) -> Exper
         options["stop"], resolved["run"]["stop"] = build(
             _table(run, "stop", "run."), RULES, "run.stop", allowed
         )
+    if deploy := _deploy_table(config):
+        resolved["deploy"] = deploy
+    instances = builder.seed is not None
+    return Experiment(
+        name=name,
+        cells=Cells(
+            {variant: cell.make for variant, cell in cells.items()},
+            {v: cell.problem for v, cell in cells.items() if cell.problem is not None},
+            {variant: cell.algorithm for variant, cell in cells.items()},
+        ),
+        clocks={variant: cell.clock for variant, cell in cells.items()},
+        seeds=seeds,
+        options=options,
+        deploy=deploy,
+        resolved=resolved,
+        instances={v: cell.table for v, cell in cells.items()} if instances else None,
+        allowed=allowed,
+    )
+
+
+def load(
+    experiment: str | Path | Experiment,
+    settings: Settings = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+) -> Experiment:
+    """Return an experiment, by name or file, with some settings changed; see `runner.run`."""
+    if isinstance(experiment, Experiment):
+        name, table, allowed = experiment.name, experiment.resolved, experiment.allowed
+        if not settings and rounds is None and seed is None:
+            return experiment
+    elif isinstance(experiment, str | Path):
+        name, table, allowed = Path(experiment).stem, read(experiment), None
+    else:
+        raise InvalidInput(f"An experiment is a name, a file or an Experiment, got {experiment!r}.")
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            _check_setting(key, value)
+            table = with_key(table, key, value)
+    else:
+        for assignment in settings or ():
+            table = override(table, assignment)
+    if rounds is not None:
+        table = with_key(table, "run.rounds", rounds)
+    if seed is not None:
+        table = with_key(table, "run.seed", seed)
+        table["run"].pop("seeds", None)
+    return resolve(name, table, allowed)
+
+
+def _check_setting(key: str, value: object) -> None:
+    """Raise if a setting cannot be written to the configuration in the experiment's folder."""
+    try:
+        tomli_w.dumps({key: value})
+    except (TypeError, AttributeError):
+        raise InvalidInput(
+            f"The setting {key!r} must be a number, a string, a list or a table, got {value!r}."
+        ) from None
+
+
+def _run_table(config: Table) -> tuple[Table, list[int]]:
+    """Return the checked table [run], and its seeds."""
+    run = _table(config, "run", "")
+    for key in run:
+        check_known(key, RUN_KEYS, "key", "run.")
+    if "rounds" not in run:
+        raise InvalidInput("run.rounds is missing: how many rounds to run.")
+    seeds = run.get("seeds", [run.get("seed", 0)])
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
+        raise InvalidInput(f"run.seeds must be a list of whole numbers, got {seeds!r}.")
+    check_count("run.rounds", run["rounds"])
+    instances = run.get("instances", False)
+    if not isinstance(instances, bool):
+        raise InvalidInput(f"run.instances must be true or false, got {instances!r}.")
+    return run, seeds
+
+
+def _changed(config: Table, variant: str, changes: object) -> Table:
+    """Return the configuration of a variant."""
+    if not isinstance(changes, dict):
+        raise InvalidInput(f"variants.{variant} must be a table of keys to change.")
+    for key, value in changes.items():
+        config = with_key(config, key, value)
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    """What was built for a variant."""
+
+    make: Callable[[], Problem]
+    problem: Problem | None  # None if it is built when it is needed
+    algorithm: Algorithm
+    clock: Clock | None
+    table: Table  # the problem's, as it stands in the configuration
+    shown: Table  # all tables, with defaults
+
+
+class _Builder:
+    """Builds the parts of every variant; variants with equal problem tables share the problem."""
+
+    def __init__(self, rounds: int, seed: int | None, allowed: Allowed):
+        self.seed = seed  # the problem's, if every seed is another instance of it
+        self._rounds, self._allowed = rounds, allowed
+        self._known: dict[str, tuple[Callable[[], Problem], Table]] = {}
+
+    def cell(self, config: Table) -> _Cell:
+        table = _table(config, "problem", "")
+        if self.seed is not None:
+            table = table | {"seed": self.seed}
+        make, shown_problem = self._problem(table)
+        problem = make() if self.seed is None else None
+        algorithm, shown_algorithm = self._algorithm(_table(config, "algorithm", ""), make)
+        shown = {"problem": shown_problem, "algorithm": shown_algorithm}
+        clock = None
+        if "clock" in config:
+            described = {"kind": "Clock"} | _table(config, "clock", "")
+            clock, shown["clock"] = build(described, {"Clock": Clock}, "clock", self._allowed)
+        return _Cell(make, problem, algorithm, clock, table, shown)
+
+    def _problem(self, table: Table) -> tuple[Callable[[], Problem], Table]:
+        if (known := repr(table)) not in self._known:
+            make, shown = _problem(table, self._allowed)
+            # Instances may be large, and are not kept.
+            self._known[known] = functools.cache(make) if self.seed is None else make, shown
+        return self._known[known]
+
+    def _algorithm(self, table: Table, make: Callable[[], Problem]) -> tuple[Algorithm, Table]:
+        around: Table = {}
+        if table.get("kind") == "FedSGM.from_theory":
+            if self.seed is not None:
+                raise InvalidInput(
+                    "FedSGM.from_theory is for one problem; leave out run.instances."
+                )
+            around = {"problem": make(), "rounds": self._rounds}
+        return build(table, ALGORITHMS, "algorithm", self._allowed, around)
+
+
+def _deploy_table(config: Table) -> Table:
     deploy = _table(config, "deploy", "") if "deploy" in config else {}
     for key, value in deploy.items():
         check_known(key, DEPLOY_KEYS, "key", "deploy.")
         _check_deploy(key, value)
-    if deploy:
-        resolved["deploy"] = deploy
-    instance_tables, cells = tables if instances else None, Cells(makers, kept, algorithms)
-    return Experiment(
-        name, cells, clocks, seeds, options, deploy, resolved, instance_tables, allowed
-    )
+    return deploy
 
 
-def _check_deploy(key: str, value: Any) -> None:
+def _check_deploy(key: str, value: object) -> None:
     name = f"deploy.{key}"
     if key == "sites":
         check_count(name, value)
-    else:
-        check_positive(name, scalar(name)(value), zero=key == "quorum")
-        if key == "quorum" and value > 1:
-            raise InvalidInput(f"{name} is a part of the clients asked, 1 at most, got {value}.")
+        return
+    number = scalar(name)(value)
+    check_positive(name, number, zero=key == "quorum")
+    if key == "quorum" and number > 1:
+        raise InvalidInput(f"{name} is a part of the clients asked, at most 1, got {value}.")
 
 
-def _problem(
-    table: dict[str, Any], allowed: Allowed
-) -> tuple[Callable[[], fs.Problem], dict[str, Any]]:
-    """What makes the problem that a table describes, and the table with all defaults filled in;
-    `pooled = true` puts all samples in one place."""
+def _problem(table: Table, allowed: Allowed) -> tuple[Callable[[], Problem], Table]:
+    """Return a function that builds a problem, and its table with all defaults filled in.
+
+    `pooled = true` puts all samples on one client.
+    """
     pooled = table.get("pooled", False)
     if not isinstance(pooled, bool):
         raise InvalidInput(f"problem.pooled must be true or false, got {pooled!r}.")
@@ -222,14 +390,14 @@ def _problem(
     return (lambda: make().pooled(), shown | {"pooled": True}) if pooled else (make, shown)
 
 
-def _table(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+def _table(config: Table, key: str, where: str) -> Table:
     if not isinstance(config.get(key), dict):
         raise InvalidInput(f"The table [{where}{key}] is missing.")
     return config[key]
 
 
-def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """The configuration with that dotted key set."""
+def with_key(config: Table, key: str, value: object) -> Table:
+    """Return the configuration with a dotted key set; the one that is given does not change."""
     changed = copy.deepcopy(config)
     *path, last = key.split(".")
     table = changed
@@ -241,16 +409,16 @@ def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-def settings_of(config: dict[str, Any], variant: str) -> dict[str, Any]:
-    """What a variant runs, tables in tables as dotted keys; `kind` is its table's own value."""
+def settings_of(config: Table, variant: str) -> Table:
+    """Return a variant's settings by dotted key; a table's `kind` is the value of its own key."""
     shown = {key: config[key] for key in ("problem", "algorithm", "clock", "run") if key in config}
     for key, value in config.get("variants", {}).get(variant, {}).items():
         shown = with_key(shown, key, value)
     return _flat(shown)
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(table: Table, prefix: str = "") -> Table:
+    flat: Table = {}
     for key, value in table.items():
         name = prefix.removesuffix(".") if key == "kind" else prefix + key
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}

@@ -1,7 +1,7 @@
-"""MLflow as a tracker: parameters, metrics by round, the folder's files.
+"""MLflow as a tracker: parameters, metrics by round, and the files of the experiment's folder.
 
-What is there already is asked of MLflow itself, so nothing is there twice, whatever was killed and
-when. The folder's key and the run's number are tags, by which a resumed run is found again.
+MLflow is asked which rounds it has, so that none is logged twice, even after a crash. A run's key
+is a tag of the MLflow run, by which a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -13,51 +13,57 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.tracking import Tracked, Tracker
-from fedsolve.solving.result import History
+from fedsolve.runtimes.history import History
 
-BATCH, PARAMS = 1000, 100  # what MLflow takes at once
-WORDS = ("databricks", "databricks-uc", "uc")  # addresses that look like paths
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+BATCH, PARAMS = 1000, 100  # the most metrics and parameters in one request
+WORDS = ("databricks", "databricks-uc", "uc")  # addresses that look like paths, and are none
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "diverged": "FAILED"}
 
 
 class MLflow(Tracker):
-    """A tracking server by its address (or MLflow's word for one, such as `databricks`), or an
-    SQLite file by its path; by default as `MLFLOW_TRACKING_URI` says, else `mlflow.db` in the
-    current folder."""
+    """Logs to a tracking server, or to an SQLite file.
+
+    The address is the server's, or the file's path, or a word that MLflow knows, such as
+    `databricks`. The default is `MLFLOW_TRACKING_URI`, else `mlflow.db` in the current folder.
+    """
 
     def __init__(self, address: str = ""):
         if importlib.util.find_spec("mlflow") is None:
-            raise InvalidInput("--track mlflow needs MLflow: pip install 'fedsolve[mlflow]'.")
+            raise InvalidInput("The tracker mlflow needs MLflow: pip install 'fedsolve[mlflow]'.")
         theirs = "" if address else os.environ.get("MLFLOW_TRACKING_URI", "")
         address = address or theirs or "mlflow.db"
         if "@" in urlsplit(address).netloc:
             raise InvalidInput(
-                "--track mlflow: the address must not hold a password; MLflow takes it from"
+                "The tracker mlflow: the address must not hold a password; MLflow takes it from"
                 " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             )
         if ":" not in address and address not in WORDS:
-            # To MLflow a bare path is a folder; to our users it is a file, unless it is there.
+            # A bare path is a folder to MLflow; here it is a file, unless that folder exists.
             folder = Path(address).is_dir() or (theirs and not Path(address).suffix)
             address = Path(address).resolve().as_uri() if folder else f"sqlite:///{address}"
         if file := re.fullmatch("sqlite:///(.+)", address):
             address = f"sqlite:///{Path(file[1]).resolve()}"
         super().__init__(address)
-        self._connected: Any = None
-        self._ids: dict[str, str] = {}  # MLflow's, by our keys
+        self._connected: MlflowClient | None = None
+        self._ids: dict[str, str] = {}  # MLflow's run ids by our keys
         self._ended = "finished"
 
     @property
     def _client(self) -> Any:
+        """Connect when it is first needed: importing MLflow takes seconds."""
         if self._connected is None:
-            # A thread waits for it, and tries again itself.
+            # The follower tries again itself.
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would call home
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
             from mlflow.tracking import MlflowClient
 
             for name in ("mlflow", "alembic"):
@@ -66,21 +72,23 @@ class MLflow(Tracker):
         return self._connected
 
     def begin(self, run: Tracked) -> int:
+        """Find or create the MLflow run, and return the last round that it has."""
         place = self._experiment(run.experiment)
         tags = {"fedsolve.rounds": str(run.settings.get("run.rounds", ""))}
         if run.group:
             group = self._open(place, run.group, run.experiment, {})
             tags["mlflow.parentRunId"] = group.info.run_id
         found = self._open(place, run.key, run.name, tags)
-        # A parameter cannot change there, and the number of rounds may: it is a tag.
+        # MLflow's parameters cannot change, and the number of rounds may: it is a tag.
         there = {"run.rounds", *found.data.params}
         self._params({k: str(v) for k, v in run.settings.items() if k not in there}, run)
         return int(found.data.metrics.get("round", 0))
 
     def rows(self, run: Tracked, entries: History) -> None:
+        """Log every column of numbers as a metric."""
         from mlflow.entities import Metric
 
-        # A row's round comes last: where it is, the row is whole.
+        # The round is logged last: if it is there, the row is complete.
         names = [n for n, v in entries.items() if v.ndim == 1 and n != "round"] + ["round"]
         keys = {name: re.sub(r"[^\w\-. :/]", "_", name) for name in names}
         rounds, now, each = entries["round"], int(1000 * time.time()), max(BATCH // len(names), 1)
@@ -93,16 +101,19 @@ class MLflow(Tracker):
             self._client.log_batch(self._ids[run.key], metrics=metrics)
 
     def end(self, run: Tracked, status: str) -> None:
+        """Set the status of the MLflow run."""
         self._client.set_terminated(self._ids[run.key], STATUS[status])
         self._ended = status
 
     def keep(self, files: Sequence[Path]) -> None:
+        """Log the files as artifacts."""
         first = next(iter(self._ids.values()))  # the group's, or the only run's
         for path in files:
             self._client.log_artifact(first, str(path))
         self._client.set_terminated(first, STATUS[self._ended])  # as the last run did
 
     def _experiment(self, name: str) -> str:
+        """Return the id of the experiment with that name, created if it is missing."""
         if found := self._client.get_experiment_by_name(name):
             return found.experiment_id
         file = self.address.removeprefix("sqlite:///")
@@ -110,7 +121,7 @@ class MLflow(Tracker):
         return self._client.create_experiment(name, artifact_location=beside)
 
     def _open(self, place: str, key: str, name: str, tags: dict[str, str]) -> Any:
-        """The run with that key, made if it is not there."""
+        """Return the run with that key, created if it is missing."""
         same = f"tags.`fedsolve.key` = '{key}'"
         if found := self._client.search_runs([place], same, max_results=1):
             run = found[0]

@@ -1,8 +1,11 @@
-"""What a word in a configuration can name, and the objects that tables describe.
+"""Registry of the names that may appear in a configuration file, and construction from tables.
 
-A table with a `kind` is an object, its other keys are the object's own fields:
+A table with the key `kind` describes an object; its other keys are that object's fields:
 
-    uplink = { kind = "TopK", fraction = 0.1 }      # or "Identity" where there is nothing to say
+    uplink = { kind = "TopK", fraction = 0.1 }      # or "Identity" where no field is to be set
+
+Algorithms, compressors and participation rules are taken from the `__all__` of their packages and
+problems from `fedsolve.problems.BY_NAME`, so a new one is registered by adding it there.
 """
 
 from __future__ import annotations
@@ -12,168 +15,112 @@ import difflib
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
-import fedsolve as fs
+from fedsolve import algorithms, compression, local_updates, participation, problems
 from fedsolve.errors import InvalidInput
+from fedsolve.federation.clock import LogNormal, Mixture
 from fedsolve.fields import check_kind
+from fedsolve.problem.problem import Problem
+from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
+from fedsolve.types import Table
 
-ALGORITHMS: dict[str, Callable] = {
-    "F3AST": fs.F3AST,
-    "FedADMM": fs.FedADMM,
-    "FedAlt": fs.FedAlt,
-    "FedAvg": fs.FedAvg,
-    "FedAvgAll": fs.FedAvgAll,
-    "FedProx": fs.FedProx,
-    "FedDyn": fs.FedDyn,
-    "FedSGM": fs.FedSGM,
-    "FedSGM.from_theory": fs.FedSGM.from_theory,
-    "FedSim": fs.FedSim,
-    "IPPConEx": fs.IPPConEx,
-    "IncentFedAvg": fs.IncentFedAvg,
-    "MOON": fs.MOON,
-    "PPBC": fs.PPBC,
-    "PenaltyFedAvg": fs.PenaltyFedAvg,
-    "SCAFFOLD": fs.SCAFFOLD,
-}
-PROBLEMS: dict[str, Callable] = {
-    "adult": fs.problems.adult,
-    "cartpole": fs.problems.cartpole,
-    "images": fs.problems.images,
-    "linear_regression": fs.problems.linear_regression,
-    "logistic": fs.problems.logistic,
-    "sparse_logistic": fs.problems.sparse_logistic,
-    "neyman_pearson": fs.problems.neyman_pearson,
-    "phase_retrieval": fs.problems.phase_retrieval,
-}
-RULES: dict[str, Callable] = {
-    part.__name__: part
-    for part in (fs.Stationary, fs.StationaryForSize, fs.Reached, fs.NearOptimum)
-}
-COMPRESSORS: dict[str, Callable] = {
-    part.__name__: part
-    for part in (
-        fs.Identity,
-        fs.TopK,
-        fs.RandK,
-        fs.Float16,
-        fs.Float8,
-        fs.Float4,
-        fs.QSGD,
-        fs.Compose,
-    )
-}
-PARTICIPATION: dict[str, Callable] = {
-    part.__name__: part
-    for part in (
-        fs.participation.Uniform,
-        fs.participation.DataSize,
-        fs.participation.PowerOfChoice,
-        fs.participation.BANT,
-        fs.participation.FOLB,
-        fs.participation.GradientNorm,
-        fs.participation.Strategic,
-        fs.participation.Everyone,
-        fs.participation.Random,
-        fs.participation.Top,
-        fs.participation.Proportional,
-        fs.participation.Cyclic,
-        fs.participation.Bernoulli,
-        fs.participation.Markov,
-        fs.participation.DayNight,
-        fs.participation.Trace,
-        fs.participation.FirstAnswers,
-    )
-}
-DISTRIBUTIONS: dict[str, Callable] = {part.__name__: part for part in (fs.LogNormal, fs.Mixture)}
-PARTS: dict[str, Callable] = (
-    COMPRESSORS
-    | PARTICIPATION
-    | DISTRIBUTIONS
-    | {
-        part.__name__: part
-        for part in (
-            fs.problems.discovery_game,
-            fs.Hard,
-            fs.Soft,
-            fs.Cosine,
-            fs.Diminishing,
-            fs.SGD,
-            fs.Adam,
-        )
+T = TypeVar("T")
+Registry = Mapping[str, Callable[..., T]]
+Allowed = Collection[str] | None  # the `module:name`s that may be imported; None: any
+
+
+def _by_name(*parts: Callable[..., object]) -> dict[str, Callable[..., object]]:
+    return {part.__name__: part for part in parts}
+
+
+def _subclasses(package: ModuleType, *bases: type[T]) -> dict[str, type[T]]:
+    """Return the concrete subclasses of `bases` in the package's `__all__`, by name."""
+    exported = {name: getattr(package, name) for name in package.__all__}
+    return {
+        name: each
+        for name, each in exported.items()
+        if inspect.isclass(each) and issubclass(each, bases) and each not in bases
+        if not inspect.isabstract(each)
     }
+
+
+ALGORITHMS: dict[str, Callable[..., algorithms.Algorithm]] = {
+    name: each
+    for name, each in _subclasses(algorithms, algorithms.Algorithm).items()
+    if each.round is not algorithms.Algorithm.round  # else it is a base class
+}
+ALGORITHMS["FedSGM.from_theory"] = algorithms.FedSGM.from_theory
+ALGORITHMS = dict(sorted(ALGORITHMS.items(), key=lambda item: item[0].lower()))
+PROBLEMS: dict[str, Callable[..., Problem]] = problems.BY_NAME
+COMPRESSORS = _subclasses(compression, compression.Compressor)
+PARTICIPATION = _subclasses(
+    participation, participation.Weighting, participation.Selection, participation.Availability
 )
-Allowed = Collection[str] | None  # `module:name`s that may be imported; None for any
+DISTRIBUTIONS = _by_name(LogNormal, Mixture)
+RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum)
+PARTS: dict[str, Callable[..., object]] = {
+    **COMPRESSORS,
+    **PARTICIPATION,
+    **DISTRIBUTIONS,
+    **_subclasses(algorithms, algorithms.Switching),
+    **_subclasses(local_updates, local_updates.Optimizer),
+    **_by_name(local_updates.Cosine, local_updates.Diminishing, problems.discovery_game),
+}
 
 
 def build(
-    table: dict[str, Any],
-    registry: dict[str, Callable],
+    table: Table,
+    registry: Registry[T],
     where: str,
     allowed: Allowed = (),
-    around: dict[str, Any] | None = None,
-) -> tuple[Any, dict]:
-    """The object that a table describes, and the table with all defaults filled in."""
+    around: Table | None = None,
+) -> tuple[T, Table]:
+    """Return the object that a table describes, and the table with all defaults filled in."""
     make, shown = described(table, registry, where, allowed, around)
     return make(), shown
 
 
 def described(
-    table: dict[str, Any],
-    registry: dict[str, Callable],
+    table: Table,
+    registry: Registry[T],
     where: str,
     allowed: Allowed,
-    around: dict[str, Any] | None = None,
-) -> tuple[Callable[[], Any], dict]:
-    """What makes the object that a table describes, and the table with all defaults filled in.
-    Fields that stand `around` the table are not written in it."""
-    if "kind" not in table:
-        raise InvalidInput(f"{where}.kind is missing: one of {', '.join(registry)}.")
-    kind = str(table["kind"])
-    if registry is PROBLEMS and ":" not in kind:
-        kind = kind.replace("-", "_")
-    if ":" in kind:
-        make = _imported(kind, allowed, where)
-    else:
-        check_known(kind, registry, "kind", f"{where}.kind: ")
-        make = registry[kind]
+    around: Table | None = None,
+) -> tuple[Callable[[], T], Table]:
+    """Return a function that builds what a table describes, and the table with all defaults.
+
+    `around` has arguments that come from the rest of the configuration: they are passed on, and do
+    not appear in the table.
+    """
+    kind, make = _kind(table, registry, where, allowed)
     around = around or {}
-    all_fields = inspect.signature(make).parameters
+    accepted = inspect.signature(make).parameters
     fields = {
         name: field
-        for name, field in all_fields.items()
+        for name, field in accepted.items()
         if name not in around and field.kind is not inspect.Parameter.VAR_KEYWORD
     }
     others = {key: value for key, value in table.items() if key not in ("kind", *fields)}
-    if len(fields) + len(around) == len(all_fields):  # else it takes others, and checks them
+    if len(fields) + len(around) == len(accepted):  # else it takes others, and checks them
         for key in others:
             check_known(key, fields, f"field of {kind}", f"{where}.")
     hints = typing.get_type_hints(make)
-    given: dict[str, Any] = others | around
-    shown: dict[str, Any] = {"kind": kind} | others
+    given, shown = others | around, {"kind": kind} | others
     for name, field in fields.items():
-        if name not in table:
-            if field.default is inspect.Parameter.empty:
-                raise InvalidInput(f"{where} needs {name} ({kind} has no default for it).")
+        if name in table:
+            given[name], shown[name] = _value(
+                table[name], hints.get(name), f"{where}.{name}", allowed
+            )
+        elif field.default is not inspect.Parameter.empty:
             shown[name] = _shown(field.default)
-            continue
-        value = table[name]
-        if isinstance(value, str) and allowed is not None and _accepts_files(hints.get(name)):
-            raise InvalidInput(f"{where}.{name} would be a file here, which only its owner names.")
-        names_part = isinstance(value, str) and _accepts_parts(hints.get(name))
-        if (isinstance(value, dict) and not _accepts_tables(hints.get(name))) or names_part:
-            part = value if isinstance(value, dict) else {"kind": value}
-            value, shown[name] = build(part, PARTS, f"{where}.{name}", allowed)
         else:
-            shown[name] = value
-        wanted = hints.get(name)
-        if inspect.isclass(wanted) and issubclass(wanted, fs.Compressor | fs.Switching):
-            check_kind(f"{where}.{name}", value, wanted)
-        given[name] = value
+            raise InvalidInput(f"{where} needs {name} ({kind} has no default for it).")
 
-    def built() -> Any:
+    def built() -> T:
         try:
             return make(**given)
         except InvalidInput as error:
@@ -182,8 +129,37 @@ def described(
     return built, {key: value for key, value in shown.items() if value is not None}
 
 
+def _kind(
+    table: Table, registry: Registry[T], where: str, allowed: Allowed
+) -> tuple[str, Callable[..., T]]:
+    """Return the name that a table gives as its `kind`, and the function or class behind it."""
+    if "kind" not in table:
+        raise InvalidInput(f"{where}.kind is missing: one of {', '.join(registry)}.")
+    kind = str(table["kind"])
+    if ":" in kind:
+        return kind, _imported(kind, allowed, where)
+    if registry is PROBLEMS:
+        kind = kind.replace("-", "_")
+    check_known(kind, registry, "kind", f"{where}.kind: ")
+    return kind, registry[kind]
+
+
+def _value(value: object, hint: object, where: str, allowed: Allowed) -> tuple[object, object]:
+    """Return a field's value, built where a table or a name describes it, and how to write it."""
+    if isinstance(value, str) and allowed is not None and _accepts_files(hint):
+        raise InvalidInput(f"{where} would be a path on this machine, which only its owner names.")
+    shown = value
+    names_part = isinstance(value, str) and _accepts_parts(hint)
+    if names_part or (isinstance(value, dict) and not _accepts_tables(hint)):
+        part = value if isinstance(value, dict) else {"kind": value}
+        value, shown = build(part, PARTS, where, allowed)
+    if inspect.isclass(hint) and issubclass(hint, compression.Compressor | algorithms.Switching):
+        check_kind(where, value, hint)
+    return value, shown
+
+
 def _imported(kind: str, allowed: Allowed, where: str) -> Callable:
-    """A problem or algorithm of another package."""
+    """Import a problem or algorithm of another package, named as `module:name`."""
     if allowed is not None and kind not in allowed:
         raise InvalidInput(f"{where}.kind: {kind!r} is not on this machine's allow-list.")
     module, _, name = kind.partition(":")
@@ -196,36 +172,40 @@ def _imported(kind: str, allowed: Allowed, where: str) -> Callable:
     return make
 
 
-def _accepts_files(hint: Any) -> bool:
-    """What takes a path says so by its type: that is how others are kept from naming one."""
+def _accepts_files(hint: object) -> bool:
+    """Return whether a field may be a path.
+
+    Fields that take paths must say so in their type: a configuration from another machine may then
+    not set them to a string.
+    """
     return Path in (hint, *typing.get_args(hint))
 
 
-def _accepts_parts(hint: Any) -> bool:
+def _accepts_parts(hint: object) -> bool:
     plain = hint in (str, int, float, bool) or str in typing.get_args(hint)
     return hint is not None and not plain
 
 
-def _accepts_tables(hint: Any) -> bool:
-    return any(typing.get_origin(h) is dict for h in (hint, *typing.get_args(hint)))
+def _accepts_tables(hint: object) -> bool:
+    return any(typing.get_origin(each) is dict for each in (hint, *typing.get_args(hint)))
 
 
-def _shown(value: Any) -> Any:
-    """A default as it would be written in TOML."""
+def _shown(value: object) -> object:
+    """Return a default as it would be written in TOML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _shown(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": type(value).__name__} | {k: v for k, v in fields.items() if v is not None}
     return value
 
 
-def summary(thing: Callable) -> str:
-    """The first sentence of a docstring."""
+def summary(thing: Callable[..., object]) -> str:
+    """Return the first sentence of a docstring."""
     text = " ".join((inspect.getdoc(thing) or "").split())
     return text.partition(". ")[0].rstrip(".") + "."
 
 
 def check_known(name: str, names: Iterable[str], what: str, where: str = "") -> None:
-    """Refuses a name that is none of these, and says which comes nearest."""
+    """Raise for an unknown name and suggest the closest match."""
     names = [n for n in names if n]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -1,7 +1,7 @@
-"""`fedsolve report`: folders of runs as one page that needs nothing else.
+"""`fedsolve report`: an HTML page, in one file, with the charts of experiments' folders.
 
-The page is `report.html`, with the numbers of the folders' files in it as JSON. Names come from
-users: they are escaped here, and the page writes them as text only.
+The page is `report.html` with the numbers of the folders in it as JSON. Names come from users: they
+are escaped here, and the page writes them as text only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,12 +18,17 @@ from fedsolve.experiments.config import settings_of
 from fedsolve.experiments.run_folder import read
 from fedsolve.plots import participation
 from fedsolve.storage.atomic import write_atomically
+from fedsolve.types import Table
 
-LINES, POINTS = 40, 400  # of what each client has: so many clients, so many rounds
+LINES, POINTS = 40, 400  # the most clients and rounds in a chart with a line for each client
 
 
 def report(folders: list[Path], path: Path) -> None:
-    """Writes the page."""
+    """Write the page of these folders to a file.
+
+    Raises:
+        InvalidInput: If a folder has no finished run, or the page cannot be written.
+    """
     groups = [group for folder in folders for group in _groups(folder, len(folders) > 1)]
     page = (
         resources.files("fedsolve.experiments").joinpath("report.html").read_text(encoding="utf-8")
@@ -35,14 +39,14 @@ def report(folders: list[Path], path: Path) -> None:
         raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from None
 
 
-def as_script(value: Any) -> str:
-    """JSON in which nothing can end the script around it."""
+def as_script(value: object) -> str:
+    """Return JSON that cannot end the script element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
-    """One group for each variant: its configuration, and the history of each seed."""
+def _groups(folder: Path, several: bool) -> list[Table]:
+    """Return a group for each variant: its configuration, and the history of each seed."""
     found = read(folder)
     config, facts, table, wide = found.config, found.facts, found.table, found.wide
     groups = []
@@ -50,7 +54,7 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
         flat = settings_of(config, str(variant))
         names = [folder.resolve().name] if several or not variant else []
         numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
-        group = {
+        group: Table = {
             "name": ": ".join([*names, *([str(variant)] if variant else [])]),
             "status": str(facts.get("status", "")),
             "config": {key: str(value) for key, value in flat.items()},
@@ -81,8 +85,11 @@ def _groups(folder: Path, several: bool) -> list[dict[str, Any]]:
 
 
 def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
-    """Whether there is one for each client, and not for each of a drawn cohort; and of cohorts,
-    whether it is not everyone every time, of which there is nothing to show."""
+    """Return whether a column has an entry for each client, and is worth a chart.
+
+    Columns with an entry for each member of a drawn cohort have not. The cohorts themselves are
+    shown unless every client takes part in every round.
+    """
     if values.ndim != 2:
         return False
     cohort = others.get("cohort")
@@ -96,9 +103,12 @@ def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) ->
 
 def _by_client(
     name: str, values: np.ndarray, rounds: np.ndarray, settles: np.ndarray | None
-) -> dict[str, Any]:
-    """Who took part, as shares of bins of rounds; or what each client has, as lines, and where
-    they are known to settle."""
+) -> Table:
+    """Return a chart of clients.
+
+    For cohorts, the share of rounds in which each client took part; for other columns, a line for
+    each client, and where it is known to settle.
+    """
     if name == "cohort":  # each row names the clients of a round
         ends, shares = participation(values, rounds)
         return {"name": name, "kind": "shares", "rounds": ends.tolist(), "values": _rows(shares)}
@@ -114,10 +124,10 @@ def _by_client(
     }
 
 
-def _rows(values: np.ndarray) -> list[list[Any]]:
+def _rows(values: np.ndarray) -> list[list[float | int | None]]:
     return [_numbers(row) for row in values]
 
 
-def _numbers(values: np.ndarray) -> list[Any]:
-    """What JSON can say: no NaN, no infinity."""
+def _numbers(values: np.ndarray) -> list[float | int | None]:
+    """Return numbers for JSON, which has no NaN and no infinity."""
     return [v if math.isfinite(v) else None for v in values.tolist()]

@@ -1,10 +1,9 @@
-"""A run's folder: configuration, versions, history, parameters, picture."""
+"""The folder of an experiment: configuration, versions, history, parameters, pictures."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.metadata
 import json
 import platform
@@ -12,11 +11,12 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 import tomli_w
+from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from safetensors.numpy import save as as_safetensors
@@ -24,13 +24,17 @@ from safetensors.numpy import save as as_safetensors
 from fedsolve.errors import InvalidInput
 from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.solving.result import Run, tidy
-from fedsolve.storage.atomic import write_atomically
+from fedsolve.storage.atomic import open_locked, write_atomically
+from fedsolve.types import Table
+
+if TYPE_CHECKING:  # a slow import
+    from pandas import DataFrame
 
 Runs = Mapping[str, list[Run]]  # by variant
 
 
-def new_folder(wanted: str | None, name: str) -> Path:
-    """An empty folder to write to: the one the user named, or a free one below `runs/`."""
+def new_folder(wanted: str | Path | None, name: str) -> Path:
+    """Make an empty folder: the one that the user named, or a new one below `runs/`."""
     if wanted is None:
         number = 1
         while (path := Path("runs", name if number == 1 else f"{name}-{number}")).exists():
@@ -49,38 +53,39 @@ def new_folder(wanted: str | None, name: str) -> Path:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keeps other processes from working in the folder at the same time."""
-    with open(path / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(f"Another process is working in {path}; wait for its end.") from None
+    """Hold the folder's lock, so that no other process works in it at the same time."""
+    lock = open_locked(path / ".lock")
+    if lock is None:
+        raise InvalidInput(f"Another process is working in {path}; wait for its end.")
+    with lock:
         yield
 
 
-def begin(path: Path, config: dict[str, Any]) -> None:
-    """Says what is being run, for whoever finds the folder of a run that was killed."""
+def begin(path: Path, config: Table) -> None:
+    """Write what is about to be run, so that a killed run can be identified and resumed."""
     write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
     write_atomically(path / "run.json", _json({"status": "running", **_facts()}))
 
 
 def checkpoint_of(path: Path, number: int) -> Path:
-    """Where a folder's run of that number keeps its checkpoints."""
+    """Return the path of a run's checkpoint, given the run's number in the experiment."""
     return path / "checkpoints" / f"run-{number}"
 
 
 def save(
     path: Path,
     runs: Runs,
-    config: dict[str, Any],
+    config: Table,
     status: str,
     message: str = "",
     data_here: bool = True,
 ) -> None:
-    """Writes everything there is to keep of these runs. Where the data are elsewhere, nothing can
-    be said of f and g but what is in the history."""
+    """Write configuration, history, parameters, pictures and facts of these runs.
+
+    Certificates need the clients' data: they are left out if `data_here` is false.
+    """
     write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
-    facts = {
+    facts: Table = {
         "status": status,
         "message": message,
         "rounds": {_name(v, run): run.rounds for v, all in runs.items() for run in all},
@@ -100,7 +105,8 @@ def save(
 def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops: bool) -> None:
     table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
     write_atomically(path / "history.csv", table.to_csv(index=False).encode())
-    arrays, wide = {}, {}
+    arrays: dict[str, np.ndarray] = {}
+    wide: dict[str, np.ndarray] = {}
     for variant, run in labelled:
         name = _name(variant, run)
         arrays |= _named(f"{name}/params", run.params)
@@ -112,7 +118,7 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
-    # Of a run that was stopped, some variants have nothing yet.
+    # If the experiment was stopped, some variants have no evaluation yet.
     there = {v: [run for run in all if run.evaluated] for v, all in runs.items()}
     groups = {v: all for v, all in there.items() if all}
     plot(groups, path / "plot.png")
@@ -126,16 +132,16 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a folder of runs holds."""
+    """The contents of an experiment's folder."""
 
-    config: dict[str, Any]
-    facts: dict[str, Any]  # run.json
-    table: Any  # the tidy history; `variant` is "" where there are none
-    wide: dict[str, np.ndarray]  # `variant/seed-0/name`: entries that are more than a number
+    config: Table
+    facts: Table  # run.json
+    table: DataFrame  # the tidy history; `variant` is "" where there are none
+    wide: dict[str, np.ndarray]  # by `variant/seed-0/name`: history columns of arrays
 
 
 def read(path: Path) -> Contents:
-    """What is in a folder of finished runs."""
+    """Read the folder of a finished experiment."""
     import pandas as pd
 
     try:
@@ -145,7 +151,9 @@ def read(path: Path) -> Contents:
         wide = load_file(file) if (file := path / "history.safetensors").exists() else {}
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        raise InvalidInput(f"{path} is no folder of a finished run: it has no {name}.") from None
+        raise InvalidInput(
+            f"{path} is not the folder of a finished run: it has no {name}."
+        ) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise InvalidInput(f"{path} cannot be read: {error}.") from None
     if "variant" not in table:
@@ -154,7 +162,8 @@ def read(path: Path) -> Contents:
     return Contents(config, facts, table, wide)
 
 
-def _facts() -> dict[str, Any]:
+def _facts() -> Table:
+    """Return the command, and the versions and devices that the numbers depend on."""
     return {
         "command": " ".join(["fedsolve", *sys.argv[1:]]),
         "python": platform.python_version(),
@@ -168,8 +177,10 @@ def _facts() -> dict[str, Any]:
 
 
 def _certificates(run: Run, data_here: bool) -> list[str]:
-    """What a theorem promised beside what was reached; and, where clients play a game, what they
-    would gain by deviating."""
+    """Compare what a theorem promised with what was reached.
+
+    If clients play a game, also state how much a client could still gain by deviating.
+    """
     found = []
     if data_here and getattr(run.algorithm, "guarantee", None) is not None:
         try:
@@ -184,7 +195,7 @@ def _certificates(run: Run, data_here: bool) -> list[str]:
     return found
 
 
-def _json(facts: dict[str, Any]) -> bytes:
+def _json(facts: Table) -> bytes:
     return (json.dumps(facts, indent=2) + "\n").encode()
 
 
@@ -192,8 +203,8 @@ def _name(variant: str, run: Run) -> str:
     return f"{variant}/seed-{run.seed}".lstrip("/")
 
 
-def _named(prefix: str, tree: Any) -> dict[str, np.ndarray]:
-    """Arrays by the path that leads to them."""
+def _named(prefix: str, tree: PyTree) -> dict[str, np.ndarray]:
+    """Return the arrays of a tree, named by their paths in it."""
     return {
         "/".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]): (
             np.ascontiguousarray(leaf)

@@ -1,7 +1,8 @@
-"""Trackers: whoever follows runs from outside, such as MLflow, and never holds them up.
+"""Experiment trackers such as MLflow, fed from a background thread.
 
-A `Tracker` is told of runs; a `Follower` does the telling, in a thread of its own. Where a tracker
-fails, the run goes on: the tracker is asked later what it has, and told the rest.
+A `Tracker` receives the history of runs; a `Follower` passes it on in a thread, so that a slow or
+unreachable tracker never delays a run. After a failure the tracker is asked which rounds it has,
+and gets the others.
 """
 
 from __future__ import annotations
@@ -13,73 +14,132 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedsolve import types
 from fedsolve.errors import InvalidInput
-from fedsolve.solving.result import History, frame
+from fedsolve.experiments.config import Experiment, settings_of
+from fedsolve.runtimes.history import History
+from fedsolve.solving.result import Columns, frame
 from fedsolve.storage.atomic import write_atomically
 
-if TYPE_CHECKING:
-    from fedsolve.experiments.config import Experiment
-
-FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between two tries
+FIRST_PAUSE, LAST_PAUSE = 1.0, 10.0  # seconds between two attempts
 KNOWN = {"mlflow": "fedsolve.experiments.mlflow:MLflow"}
+Progress = Callable[[int, int, History], None]  # rounds done, rounds, newest entries: see `solve`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tracked:
-    """A run as its trackers know it."""
+    """A run as a tracker identifies it.
 
-    key: str  # the same when the run is resumed, and no other run's
+    Args:
+        key: A text that no other run has; the same when the run is resumed.
+        experiment: The experiment's name.
+        seed: The run's seed.
+        variant: The experiment's variant, if it has several.
+        settings: The run's settings by dotted key, such as `algorithm.step_size`.
+        group: A key that all runs of an experiment's folder share; empty if it has one run.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.Tracked("3f2a-0", "neyman-pearson", seed=0, variant="soft").name
+        'soft/seed-0'
+    """
+
+    key: str
     experiment: str
     seed: int
     variant: str = ""
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # by dotted key
-    group: str = ""  # the key that this run has in common with the others of its folder
+    settings: dict[str, object] = dataclasses.field(default_factory=dict)
+    group: str = ""
 
     @property
     def name(self) -> str:
+        """The run's name within its experiment."""
         return f"{self.variant}/seed-{self.seed}".lstrip("/")
 
 
 class Tracker:
-    """Follows runs. Every method may raise: then `begin` is called again after a while, and only
-    the rounds that are not there yet are handed over again."""
+    """Base class of experiment trackers, which receive the history of runs.
+
+    Override the methods that the tracker needs. Each of them may raise: `begin` is then called
+    again after a pause, and only rounds that are missing are passed again.
+
+    Args:
+        address: Where the tracker keeps its data. It is stored with the run, so that the run can
+            be resumed from another folder.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> class Printing(fs.Tracker):
+        ...     def rows(self, run, entries):
+        ...         print(run.name, entries["round"])
+        >>> follower = fs.Follower(Printing(), "printing")
+        >>> tracked = fs.Tracked("first", "trial", seed=0)
+        >>> problem = fs.problems.neyman_pearson(clients=3)
+        >>> run = fs.solve(problem, fs.FedSGM(0.1, 0.05), rounds=2)
+        >>> follower.end(tracked, "finished", run.history)
+        >>> missed = follower.close()
+        seed-0 [1 2]
+    """
 
     def __init__(self, address: str = ""):
-        self.address = address  # where it is, for whoever resumes the run from another place
+        self.address = address
 
     def begin(self, run: Tracked) -> int:
-        """A run starts or goes on: the last of its rounds that is there already."""
+        """Start or continue a run.
+
+        Args:
+            run: The run.
+
+        Returns:
+            The last round of the run that the tracker already has; 0 if it has none.
+        """
         return 0
 
     def rows(self, run: Tracked, entries: History) -> None:
-        """Evaluated rounds, in order: `entries["round"]` says which."""
+        """Take evaluated rounds of a run, in order.
+
+        Args:
+            run: The run.
+            entries: Columns of the history by name, one entry for each round in
+                `entries["round"]`.
+        """
 
     def end(self, run: Tracked, status: str) -> None:
-        """No more rows for now: `finished`, `interrupted` or `diverged`."""
+        """End a run; when it is resumed, `begin` is called again.
+
+        Args:
+            run: The run.
+            status: `"finished"`, `"interrupted"` or `"diverged"`.
+        """
 
     def keep(self, files: Sequence[Path]) -> None:
-        """What the runs left, after all of them ended."""
+        """Take the files of the experiment's folder, after all runs have ended.
+
+        Args:
+            files: Configuration, history, parameters, pictures.
+        """
 
 
 class Table(Tracker):
-    """`history.csv`, row by row while the runs go on: labels, seed, round, values."""
+    """Writes `history.csv` while the runs go on: labels, seed, round, values."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
         self._path, self._frames = path, {}
-        self._columns: list[str] = []  # of the file, as far as it is whole
+        self._columns: list[str] = []  # of the file; empty if it must be written anew
 
     def begin(self, run: Tracked) -> int:
-        if run in self._frames:  # something went wrong before: it is told everything again
+        """Return 0: after a failure, all rows of the run are written again."""
+        if run in self._frames:
             self._columns = []
         self._frames[run] = []
         return 0
 
-    def rows(self, run: Tracked, entries: History) -> None:
+    def rows(self, run: Tracked, entries: Columns) -> None:
+        """Append rows to the file, or write it anew if the columns changed."""
         import pandas as pd
 
         new = frame({"variant": run.variant} if run.variant else {}, run.seed, entries)
@@ -96,11 +156,13 @@ class Table(Tracker):
 
 @dataclasses.dataclass(eq=False)
 class _Followed:
+    """What a follower knows of a run."""
+
     run: Tracked
-    chunks: list[History] = dataclasses.field(default_factory=list)
-    status: str = ""  # how it ended, once it did
-    there: int = 0  # the last round that the tracker has,
-    opened: bool = False  # once it was asked
+    chunks: list[Columns] = dataclasses.field(default_factory=list)
+    status: str = ""  # set when the run has ended
+    there: int = 0  # the last round that the tracker has; valid once `opened`
+    opened: bool = False
     closed: bool = False
 
     @property
@@ -114,7 +176,30 @@ class _Followed:
 
 
 class Follower:
-    """Tells a tracker about runs. `progress = follower.follow(run)` goes to `solve`."""
+    """Passes the history of runs to a tracker, in a background thread.
+
+    A tracker that fails is tried again after 1, 2, 4, 8 and then every 10 seconds; the run does not
+    wait for it.
+
+    Args:
+        tracker: The tracker.
+        name: The tracker's name in messages.
+        tell: Called with a sentence when the tracker fails, and when it works again.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> follower = fs.Follower(fs.Tracker(), "my tracker")
+        >>> tracked = fs.Tracked("first", "trial", seed=0)
+        >>> run = fs.solve(
+        ...     fs.problems.neyman_pearson(clients=3),
+        ...     fs.FedSGM(0.1, 0.05),
+        ...     rounds=2,
+        ...     progress=follower.follow(tracked),
+        ... )
+        >>> follower.end(tracked, "finished", run.history)
+        >>> follower.close()  # what the tracker did not get
+        ''
+    """
 
     def __init__(
         self, tracker: Tracker, name: str, tell: Callable[[str], None] = lambda text: None
@@ -124,15 +209,22 @@ class Follower:
         self._runs: list[_Followed] = []
         self._files: list[Path] | None = None
         self._closing = False
-        self._lost = ""  # why the tracker cannot be had
+        self._lost = ""  # why the tracker failed, until it works again
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def follow(self, run: Tracked) -> Callable[[int, int, History], None]:
-        """A function that takes what `solve` tells its `progress`."""
+    def follow(self, run: Tracked) -> Progress:
+        """Start to follow a run.
+
+        Args:
+            run: The run.
+
+        Returns:
+            A function to pass to `fs.solve` as `progress`.
+        """
         followed = _Followed(run)
 
-        def progress(done: int, rounds: int, newest: History) -> None:
+        def progress(done: int, rounds: int, newest: Columns) -> None:
             with self._news:
                 if followed not in self._runs:
                     self._runs.append(followed)
@@ -141,8 +233,15 @@ class Follower:
 
         return progress
 
-    def end(self, run: Tracked, status: str, history: History) -> None:
-        """A run is over, with this history; rows that `progress` was not told are in it."""
+    def end(self, run: Tracked, status: str, history: Columns) -> None:
+        """End a run.
+
+        Args:
+            run: The run.
+            status: `"finished"`, `"interrupted"` or `"diverged"`.
+            history: The run's whole history; rounds that were not passed to `progress` are taken
+                from it.
+        """
         with self._news:
             followed = next((f for f in self._runs if f.run is run), None)
             if followed is None:
@@ -155,8 +254,15 @@ class Follower:
     def close(
         self, files: Sequence[Path] = (), impatient: Callable[[], bool] = lambda: False
     ) -> str:
-        """Hands over what is left, unless the tracker fails once more or `impatient` says so:
-        what it did not get, in words."""
+        """Pass on what is left, and end the thread; a tracker that fails is not tried again.
+
+        Args:
+            files: Files for the tracker's `keep`.
+            impatient: Asked repeatedly while the tracker works; True ends the wait.
+
+        Returns:
+            What the tracker did not get, in words; empty if it has everything.
+        """
         with self._news:
             self._files, self._closing = list(files), True
             self._news.notify()
@@ -169,11 +275,12 @@ class Follower:
         return f"{', '.join(missed)} ({self._lost or 'it is slow'})" if missed else ""
 
     def _work(self) -> None:
+        """Pass on what there is until the follower is closed (the thread's function)."""
         pause = FIRST_PAUSE
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._closing or self._something())
-                if not self._something():
+                self._news.wait_for(lambda: self._closing or self._has_work())
+                if not self._has_work():
                     return
             try:
                 self._hand_over()
@@ -187,7 +294,7 @@ class Follower:
                 for each in self._runs:
                     each.opened = False
                 with self._news:
-                    if self._closing:  # this was the last try
+                    if self._closing:  # this was the last attempt
                         return
                     self._news.wait_for(lambda: self._closing, pause)
                 pause = min(2 * pause, LAST_PAUSE)
@@ -196,11 +303,11 @@ class Follower:
                     self._tell(f"{self.name} is back, and has everything up to now.")
                 self._lost, pause = "", FIRST_PAUSE
 
-    def _something(self) -> bool:
+    def _has_work(self) -> bool:
         return any(each.waiting for each in self._runs) or bool(self._files)
 
     def _hand_over(self) -> None:
-        """Everything there is at the moment; the lock is not held while the tracker works."""
+        """Pass on everything there is now; the lock is not held while the tracker works."""
         for each in list(self._runs):
             if not each.waiting:
                 continue
@@ -222,8 +329,11 @@ class Follower:
 
 
 class Tracking:
-    """All that follows the runs of a folder: its table, and the trackers that the user named,
-    which are kept in `tracking.json` for the day on which the folder is resumed."""
+    """The followers of an experiment's runs: for its `history.csv`, and for the user's trackers.
+
+    The names of the trackers are kept in `tracking.json`, for when the experiment is resumed.
+    `key` identifies the experiment; by default it is random.
+    """
 
     def __init__(
         self,
@@ -231,12 +341,10 @@ class Tracking:
         named: Sequence[str],
         experiment: Experiment,
         tell: Callable[[str], None],
-        key: str = "",  # where the runs have one of their own; else the folder's
+        key: str = "",
     ):
-        from fedsolve.experiments.config import settings_of
-
-        kept = {"key": key or uuid.uuid4().hex, "experiment": experiment.name, "trackers": []}
-        kept |= _read(folder)
+        kept: types.Table = {"key": key or uuid.uuid4().hex, "experiment": experiment.name}
+        kept |= {"trackers": []} | _read(folder)
         trackers = dict(made(text) for text in [*kept["trackers"], *named])
         if trackers:
             facts = json.dumps(kept | {"trackers": list(trackers)}, indent=2)
@@ -244,7 +352,7 @@ class Tracking:
         self._folder = folder
         self._table = Follower(Table(folder / "history.csv"), "history.csv", tell)
         self._others = [Follower(tracker, name, tell) for name, tracker in trackers.items()]
-        self._runs = [
+        self.runs = [
             Tracked(
                 key=f"{kept['key']}-{number}",
                 experiment=kept["experiment"],
@@ -256,11 +364,9 @@ class Tracking:
             for number, (variant, seed) in enumerate(experiment.runs)
         ]
 
-    def follow(
-        self, number: int, shown: Callable[[int, int, History], None]
-    ) -> Callable[[int, int, History], None]:
-        """What `solve` is to tell of the run of that number, besides what is shown."""
-        told = [each.follow(self._runs[number]) for each in (self._table, *self._others)]
+    def follow(self, number: int, shown: Progress) -> Progress:
+        """Return the `progress` for the run of that number, which also calls `shown`."""
+        told = [each.follow(self.runs[number]) for each in (self._table, *self._others)]
 
         def progress(done: int, rounds: int, newest: History) -> None:
             for each in (shown, *told):
@@ -269,38 +375,44 @@ class Tracking:
         return progress
 
     def end(self, number: int, status: str, history: History) -> None:
+        """End the run of that number for all trackers."""
         for each in (self._table, *self._others):
-            each.end(self._runs[number], status, history)
+            each.end(self.runs[number], status, history)
 
     def close_table(self) -> None:
-        """The folder's own table is left alone from now on."""
+        """Finish `history.csv`, so that the final one can be written."""
         self._table.close()
 
     def close(self, impatient: Callable[[], bool]) -> list[str]:
-        """What trackers did not get, a sentence each."""
+        """Close the trackers, and say what they did not get, a sentence each."""
         files = sorted(p for p in self._folder.glob("[!.]*") if p.is_file())
         missed = {f.name: f.close(files, impatient) for f in self._others}
         return [f"{name} did not get {what}." for name, what in missed.items() if what]
 
 
 def made(text: str) -> tuple[str, Tracker]:
-    """A tracker by `name` or `name=address`, and how to name it in another folder. A name is one
-    that Fedsolve knows, or `module:Class` of your own."""
+    """Make a tracker from `name` or `name=address`; a name may be `module:Class`.
+
+    Also return the text with the tracker's own address, which is valid from any folder.
+    """
     name, _, address = text.partition("=")
     module, _, kind = KNOWN.get(name, name).partition(":")
     if not kind:
-        raise InvalidInput(f"--track {text}: known are {', '.join(KNOWN)}, or your module:Class.")
+        known = ", ".join(KNOWN)
+        raise InvalidInput(
+            f"{text!r} is not a known tracker; known: {known}, or your own as module:Class."
+        )
     try:
         found = getattr(importlib.import_module(module), kind, None)
     except ImportError as error:
-        raise InvalidInput(f"--track {text}: {error}.") from None
+        raise InvalidInput(f"The tracker {text} cannot be imported: {error}.") from None
     if not (isinstance(found, type) and issubclass(found, Tracker)):
-        raise InvalidInput(f"--track {text}: {module}:{kind} is no fedsolve.Tracker.")
+        raise InvalidInput(f"{module}:{kind} is not a subclass of fedsolve.Tracker.")
     tracker = found(address)
     return (f"{name}={tracker.address}" if tracker.address else name), tracker
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> types.Table:
     try:
         return json.loads((folder / "tracking.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -309,14 +421,15 @@ def _read(folder: Path) -> dict[str, Any]:
         raise InvalidInput(f"{folder / 'tracking.json'} cannot be read: {error}.") from None
 
 
-def _after(entries: History, last: int) -> History:
-    """The entries of later rounds; empty if there are none."""
+def _after(entries: Columns, last: int) -> History:
+    """Return the entries of later rounds; empty if there are none."""
     later = entries["round"] > last if "round" in entries else np.zeros(0, bool)
-    return {name: values[later] for name, values in entries.items()} if later.any() else {}
+    kept = {name: values[later] for name, values in entries.items()} if later.any() else {}
+    return History(kept)
 
 
 def _reason(error: BaseException) -> str:
-    """What is at the bottom of it, in a line."""
+    """Return the message of the error that caused all others, in one line."""
     while below := error.__cause__ or error.__context__:
         error = below
     text = str(error).strip().partition("\n")[0]

@@ -5,8 +5,8 @@ In an exchange, client j takes
     t_j = 2·latency_j + 8·(bytes down to j)/down_j + work/speed_j + 8·(bytes up from j)/up_j,
 
 and the server goes on when the slowest of those that it waits for has answered; a round is the sum
-of its exchanges. Bytes are those of the meter, packets that j missed before included. Answers that
-are lost are not waited for, and the server's own work takes no time.
+of its exchanges. Bytes are those that are counted, packets that j missed before included. Answers
+that are lost are not waited for, and the server's own work takes no time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Key, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, read_table, scalar
-from fedsolve.types import Number
+from fedsolve.types import Cohort, Flags, Number, PRNGKey, Round
 
 TRAITS = ("speed", "up", "down", "latency")
 OWN = 2**31 - 3  # keys that no round has: a client's traits are the same all run
 EACH_ROUND = 2**31 - 4  # and that no exchange has
-Trait = str | Path | Any  # a string is a file
+Numbers = Shaped[Array, "..."] | Shaped[np.ndarray, "..."]
+Trait = str | Path | object  # a number, numbers, a distribution, or a file (the string)
 
 
 class Seconds(eqx.Module):
@@ -49,23 +50,34 @@ class Seconds(eqx.Module):
         total = rough + rest
         return Seconds(total, rest - (total - rough))
 
-    def exact(self) -> Any:
-        """On the host: the sum in double precision."""
-        return np.asarray(self.total, np.float64) + np.asarray(self.rest, np.float64)
+    def exact(self) -> Float[np.ndarray, "..."]:
+        """Return the sum in double precision, on the host."""
+        return np.asarray(np.asarray(self.total, np.float64) + np.asarray(self.rest, np.float64))
 
 
 class Distribution(eqx.Module):
-    """What clients have, drawn for each of them: once, or with `every_round` anew in each round."""
+    """A trait that is drawn for each client: once, or with `every_round` anew in each round."""
 
     every_round: bool = eqx.field(static=True, default=False, kw_only=True)
 
     def draw(self, key: Key[Array, ""]) -> Float[Array, ""]:
-        """One client's, from its own key."""
+        """Draw one client's value from its own key."""
         raise NotImplementedError
 
 
 class LogNormal(Distribution):
-    """median·exp(spread·N(0, 1))."""
+    """A log-normal distribution: median·exp(spread·N(0, 1)).
+
+    Args:
+        median: The median.
+        spread: The standard deviation of the logarithm.
+        every_round: Whether to draw anew in each round.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> float(fs.LogNormal(1e6, 0.5).median)
+        1000000.0
+    """
 
     median: Scalar = eqx.field(converter=scalar("median"))
     spread: Scalar = eqx.field(converter=scalar("spread"))
@@ -79,10 +91,21 @@ class LogNormal(Distribution):
 
 
 class Mixture(Distribution):
-    """One of the values, each with its share of the clients: `Mixture([1e6, 1e8], [0.3, 0.7])`."""
+    """One of some values, each with its share of the clients.
 
-    values: Any = eqx.field(converter=lambda value: _list("values", value))
-    shares: Any = eqx.field(converter=lambda value: _list("shares", value))
+    Args:
+        values: The values.
+        shares: Their shares; they need not add up to 1.
+        every_round: Whether to draw anew in each round.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.Mixture([1e6, 1e8], [0.3, 0.7]).values.shape
+        (2,)
+    """
+
+    values: Numbers = eqx.field(converter=lambda value: _list("values", value))
+    shares: Numbers = eqx.field(converter=lambda value: _list("shares", value))
 
     def __check_init__(self):
         if isinstance(self.shares, Tracer):
@@ -99,18 +122,25 @@ class Mixture(Distribution):
 
 
 class Clock(eqx.Module):
-    """What time things take, for `solve(..., clock=...)`.
+    """How long clients take, for `solve(..., clock=...)`.
 
-    - `work`: seconds of computing for one answer, on a client of speed 1; a number, or one for each
-      of the algorithm's client methods, by name (`{"improve": 0.5}`; others take no time).
-    - `speed`: of each client.
-    - `up`, `down`: of each client's link, in bits a second.
-    - `latency`: of each client's link, one way, in seconds.
-    - `first`: of each exchange only that many answers are waited for; the late ones are lost.
+    What clients have is one number for all, one for each, a `LogNormal` or `Mixture`, or a table
+    with one row a round and one column a client, as an array or in a file (`.npy`, or text with
+    commas); after its last row it begins again.
 
-    What clients have is one number for all, one for each, a `LogNormal` or `Mixture`, or a table of
-    one row a round and one column a client, as an array or in a file (`.npy`, or text with commas);
-    after its last row it begins again.
+    Args:
+        work: Seconds of computing for one answer, on a client of speed 1: a number, or one for each
+            of the algorithm's client methods, by name (`{"improve": 0.5}`; others take no time).
+        speed: Of each client.
+        up: Of each client's link, in bits a second.
+        down: Of each client's link, in bits a second.
+        latency: Of each client's link, one way, in seconds.
+        first: How many answers of each exchange are waited for; the late ones are lost.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.Clock(work=0.1, up=fs.LogNormal(1e6, 0.5), latency=0.05).first is None
+        True
     """
 
     work: Scalar | dict[str, Scalar] = eqx.field(converter=lambda value: _work(value), default=0.0)
@@ -125,7 +155,7 @@ class Clock(eqx.Module):
             check_count("first", self.first)
 
     def check(self, clients: int) -> None:
-        """Refuses, with a sentence, a number of clients that it is not made for."""
+        """Raise if the clock is made for another number of clients."""
         for name in TRAITS:
             shape = np.shape(getattr(self, name)) if _plain(getattr(self, name)) else ()
             if shape and shape[-1] != clients:
@@ -136,28 +166,36 @@ class Clock(eqx.Module):
     def times(
         self,
         method: str,
-        cohort: Int[Array, " m"] | Int[np.ndarray, " m"],
-        sent_down: Any,
-        sent_up: Any,
-        round: Int[Array, ""],
-        seed: Key[Array, ""],
+        cohort: Cohort,
+        sent_down: Float[Array, " m"] | float,
+        sent_up: int,
+        round: Round,
+        seed: PRNGKey,
     ) -> Float[Array, " m"]:
-        """How long each of the cohort takes to answer, from the bytes that go down and up."""
+        """Return how long each client of the cohort takes to answer.
+
+        Args:
+            method: The name of the method that clients run.
+            cohort: The clients.
+            sent_down: Bytes to each of them.
+            sent_up: Bytes from each of them.
+            round: The round.
+            seed: The run's key.
+        """
         own = {name: self._of(name, cohort, round, seed) for name in TRAITS}
         work = self.work.get(method, 0.0) if isinstance(self.work, Mapping) else self.work
         sent = 8 * (sent_down / own["down"] + sent_up / own["up"])
         return 2 * own["latency"] + work / own["speed"] + sent
 
-    def waited_for(
-        self, arriving: Bool[Array, " m"] | Bool[np.ndarray, " m"], times: Float[Array, " m"]
-    ) -> Bool[Array, " m"] | Bool[np.ndarray, " m"]:
-        """Whose answers the server takes, of those that would arrive."""
+    def waited_for(self, arriving: Flags, times: Float[Array, " m"]) -> Flags:
+        """Return whose answers the server takes, of those that would arrive."""
         if self.first is None:
             return arriving
         place = jnp.argsort(jnp.argsort(jnp.where(arriving, times, jnp.inf)))
         return (place < self.first) & arriving
 
-    def _of(self, name: str, cohort: Any, round: Any, seed: Key[Array, ""]) -> Float[Array, " m"]:
+    def _of(self, name: str, cohort: Cohort, round: Round, seed: PRNGKey) -> Float[Array, " m"]:
+        """Return a trait of each client of the cohort."""
         value = getattr(self, name)
         if isinstance(value, Distribution):
             key = jax.random.fold_in(seed, OWN)
@@ -171,11 +209,11 @@ class Clock(eqx.Module):
         return value[cohort] if value.ndim else jnp.broadcast_to(value, (len(cohort),))
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     return not isinstance(value, Distribution)
 
 
-def _trait(name: str, value: Any) -> Any:
+def _trait(name: str, value: Any) -> object:
     if isinstance(value, Distribution | Tracer | jax.Array):
         return value
     if isinstance(value, str | Path):
@@ -188,7 +226,7 @@ def _trait(name: str, value: Any) -> Any:
     return value
 
 
-def _work(value: Any) -> Any:
+def _work(value: Any) -> Scalar | dict[str, Scalar]:
     if isinstance(value, Mapping):
         return {name: _seconds(f"clock.work.{name}", each) for name, each in value.items()}
     return _seconds("clock.work", value)
@@ -209,7 +247,7 @@ def _list(name: str, value: Any) -> Any:
 
 
 def check_clock(clock: Clock | None, clients: int) -> None:
-    """Refuses what is no clock for so many clients."""
+    """Raise if this is no clock for that many clients."""
     if clock is not None:
         check_kind("clock", clock, Clock)
         clock.check(clients)

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Message, PRNGKey, Reply, Round, Vector
+from fedsolve.types import Message, PRNGKey, Reply, Vector
 
 SUBSETS = 2**31 - 1  # a key that no exchange has
 
@@ -40,7 +40,7 @@ class Exchange:
     problem: Problem
     key: PRNGKey
     w: Vector  # the parameters that clients hold when they are asked
-    round: Round
+    round: Int[Array, ""]
     number: int
     method: Callable[..., tuple[PyTree, Reply]]
     message: Message
@@ -50,7 +50,9 @@ class Exchange:
         """The name of the method that clients run."""
         return self.method.__name__
 
-    def answer(self, index: Round, samples: Samples, state: PyTree) -> tuple[PyTree, Reply]:
+    def answer(
+        self, index: Int[Array, ""], samples: Samples, state: PyTree
+    ) -> tuple[PyTree, Reply]:
         """Compute one client's answer.
 
         Args:

@@ -1,4 +1,7 @@
-"""Real federations: the same algorithms over NVIDIA FLARE.
+"""Deployment: the same algorithms over machines, by NVIDIA FLARE.
 
-`wire` is what crosses the network, `site` and `server` are its two ends, `link` joins them.
+`protocol` says what crosses the network, `server` and `site` are its two ends, `roster` is the
+server's view of its sites, `journal` keeps on disk what neither end may lose. `jobs` runs both
+ends as a FLARE job, `supervisor` runs an experiment as a series of jobs, `admin` talks to FLARE's
+server, `processes` starts servers and sites, and `provisioning` makes each machine's kit.
 """

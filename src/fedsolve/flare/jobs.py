@@ -26,9 +26,9 @@ from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import read
 from fedsolve.flare.processes import HOME, OWNER
-from fedsolve.flare.roster import Link, TooFew
+from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.server import FOLDER, serve
-from fedsolve.flare.site import Share
+from fedsolve.flare.site import SiteClients
 from fedsolve.flare.site_config import (
     allowed_names,
     check_data,
@@ -77,7 +77,7 @@ class SiteJob:
     def __init__(self, experiment: str, run: str):
         self._text, self._run = experiment, run
         self._trouble = ""  # why this site cannot take part
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, SiteClients] = {}
         self._alone: io.TextIOWrapper | None = None  # the locked file of the run's folder
         self._lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class SiteJob:
                     trouble = _reason(error)
             return encode({"status": "refused", "reason": trouble}, {})
 
-    def _share(self, cell: int) -> Share:
+    def _share(self, cell: int) -> SiteClients:
         """Return this site's clients in one of the experiment's runs."""
         if cell not in self._shares:
             experiment = self._experiment
@@ -121,7 +121,7 @@ class SiteJob:
             with _details_in_log():
                 own = site_problem(problem, Path(os.environ[OWNER]))
             precision = experiment.options.get("precision")
-            self._shares = {cell: Share(home / str(cell), own, algorithm, seed, precision)}
+            self._shares = {cell: SiteClients(home / str(cell), own, algorithm, seed, precision)}
         return self._shares[cell]
 
 
@@ -153,7 +153,7 @@ class Coordinator:
         self._text, self._run = experiment, run
         self._news: list[Table] = []
         self._reported = 0  # how many of them the administrator has
-        self._links: list[Link] = []
+        self._links: list[Roster] = []
         self._make_room = False  # whether to end before the next round
 
     @collab.main
@@ -216,7 +216,7 @@ class Coordinator:
                 self._tell(labels | entry)
 
             with precision_of(precision) as dtype:
-                link = Link(
+                link = Roster(
                     lambda messages: transport(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),

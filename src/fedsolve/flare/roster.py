@@ -1,11 +1,10 @@
-"""What the server knows of its sites, and how it asks them."""
+"""The server's list of sites: which clients each has, what it was told, and how to ask it."""
 
 from __future__ import annotations
 
 import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,13 +16,17 @@ from fedsolve.flare.protocol import Protocol, protocol
 from fedsolve.flare.site import MOST_CLIENTS, START
 from fedsolve.problem.problem import Problem
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
+from fedsolve.types import Message, Table, Vector
 
+Parameters = Vector | np.ndarray
 KEPT = 1000  # publications in one message: its head has a line for each
 
 
 class TooFew(Exception):
-    """Fewer answers than the quorum, or nobody there: the round does not count and will be asked
-    again, once some of the sites that were `missed` are back."""
+    """Raised if fewer clients answer than the quorum, or no site is there.
+
+    The round does not count, and is asked again once some of the sites in `missed` are back.
+    """
 
     def __init__(self, why: str, missed: Iterable[str] = ()):
         super().__init__(why)
@@ -33,10 +36,16 @@ class TooFew(Exception):
 Transport = Callable[[dict[str, bytes]], Mapping[str, bytes | Exception]]  # to sites, and back
 
 
-class Link:
-    """The server's end of the lines to its sites.
+class Roster:
+    """The sites of a run, as the server sees them.
 
-    `transport` delivers one message to each of some sites and brings back what answered in time.
+    Args:
+        transport: Delivers one message to each of some sites, and returns the answers that came in
+            time, by site.
+        problem: The problem.
+        algorithm: The algorithm.
+        log: Called with one line about whatever goes wrong.
+        quorum: The share of a cohort that must answer.
     """
 
     def __init__(
@@ -48,32 +57,43 @@ class Link:
         quorum: float = 0.0,
     ):
         self.protocol = Protocol((), (), None, None)
-        self.roster: dict[str, tuple[int, int]] = {}  # site: its first client, how many it has
-        self.settled: dict[str, tuple[int, list[int]]] = {}  # last round heard in, answers used
-        self.used: dict[str, list[int]] = {}  # answers used in this round
-        self.sent = self.received = 0  # all bytes, whatever they are
+        # By site: its first client, and how many it has
+        self.ranges: dict[str, tuple[int, int]] = {}
+        # By site: the last round in which it answered, and which of its answers were used
+        self.settled: dict[str, tuple[int, list[int]]] = {}
+        self.used: dict[str, list[int]] = {}  # by site: answers used in this round
+        self.sent = self.received = 0  # all bytes of messages
         self.answered: set[str] = set()  # sites whose replies were taken in this round
-        self.rounds = 0  # so many in which there were any
+        self.rounds = 0  # rounds in which some site answered
         self.trouble: BaseException | None = None  # what went wrong outside the compiled round
         self._transport, self._log, self._quorum = transport, log, quorum
         self._problem, self._algorithm = problem, algorithm
-        self._names = [START]  # w's names, one after each publication still worth sending
+        self._names = [START]  # names of w, after each publication that is still kept
         self._packets: list[tuple[int, Packet]] = []
         self._silent: set[str] = set()  # sites that did not answer when last asked
         self._why: dict[str, str] = {}  # what was wrong with a site, when last asked
         self._holds: dict[str, str] = {}  # the w that each site was last known to hold
-        self._wish: tuple[int, Any, PyTree] | None = None  # values that no question carried yet
+        # An evaluation to ask for with the next question
+        self._wish: tuple[int, Parameters, PyTree] | None = None
         self._values: dict[str, PyTree] = {}  # each site's, when it was last asked for them
 
     @property
     def clients(self) -> int:
-        return sum(count for _, count in self.roster.values())
+        return sum(count for _, count in self.ranges.values())
 
     def hello(self, sites: list[str], may_grow: Callable[[int], bool] = bool) -> None:
-        """Asks sites how many clients they have. Those of a new run are numbered in the order of
-        the sites; newcomers to a run come after the others, where the algorithm can take them."""
+        """Ask sites how many clients they have, and number the clients.
+
+        Args:
+            sites: The sites. Clients of a new run are numbered in the order of their sites; those
+                of new sites come after the others.
+            may_grow: Whether the algorithm can take that many clients in the middle of a run.
+
+        Raises:
+            TooFew: If no site is ready.
+        """
         found: dict[str, int] = {}
-        known = self.roster
+        known = self.ranges
         room = MOST_CLIENTS - self.clients
         for site, (head, _) in self._greet(sites, 0).items():
             count = head.get("clients")
@@ -109,13 +129,27 @@ class Link:
         return found
 
     def ask(
-        self, round: int, number: int, clients: Any, message: PyTree, w: Any
+        self, round: int, number: int, clients: np.ndarray, message: Message, w: np.ndarray
     ) -> list[tuple[list[int], PyTree]]:
-        """Asks those clients: those that answered, site by site, and their replies, stacked."""
+        """Ask some clients a question.
+
+        Args:
+            round: The round.
+            number: The number of the exchange in the round.
+            clients: The clients' indices.
+            message: What they are sent.
+            w: The parameters that they are to hold.
+
+        Returns:
+            For each site that answered, the clients and their replies, stacked.
+
+        Raises:
+            TooFew: If fewer clients answer than the quorum.
+        """
         exchange = self.protocol.exchanges[number]
         wanted = {
             site: [int(c) for c in clients if first <= c < first + count]
-            for site, (first, count) in self.roster.items()
+            for site, (first, count) in self.ranges.items()
         }
         wanted = {site: own for site, own in wanted.items() if own}
         wish, self._wish = self._wish, None
@@ -125,7 +159,7 @@ class Link:
                 "round": round,
                 "exchange": number,
                 "method": exchange.method,
-                "first": self.roster[site][0],
+                "first": self.ranges[site][0],
                 "used": self.used.get(site, []),
                 "settled": self.settled.get(site, (-1, [])),
             }
@@ -134,7 +168,7 @@ class Link:
         most = max(map(len, wanted.values()), default=0) * size_of(exchange.reply)
         if wish is not None:
             self._values = {}
-            looks = self._looks(wish[0])
+            looks = self._evaluations(wish[0])
             heads = {s: heads[s] | {"look": wish[0]} if s in heads else looks[s] for s in looks}
             most += self.clients * size_of(wish[2])
         found: list[tuple[list[int], PyTree]] = []
@@ -163,49 +197,52 @@ class Link:
         # A cohort whose sites are all gone is one without arrivals, as in a simulation. But rounds
         # must not go by while nobody is there, nor because sites refuse to take part.
         if not found and (wanted.keys() - self._silent or not self._anyone()):
-            raise TooFew(f"{few}{self._whys(wanted)}", self._silent & self.roster.keys())
+            raise TooFew(f"{few}{self._whys(wanted)}", self._silent & self.ranges.keys())
         return found
 
     def _anyone(self) -> bool:
-        """Whether some other site is well."""
-        return bool(self._greet([s for s in self.roster if s not in self._why], 0))
+        """Return whether some other site answers."""
+        return bool(self._greet([s for s in self.ranges if s not in self._why], 0))
 
     def _whys(self, sites: Iterable[str]) -> str:
         whys = [f"{site}: {self._why[site]}" for site in sorted(sites) if site in self._why]
         return f" ({'; '.join(whys)})" if whys else ""
 
-    def look(self, round: int, w: Any, template: PyTree) -> None:
-        """Every site is to tell the values of its clients at w: with the next question, as a
-        message of its own costs as much as a question."""
+    def request_values(self, round: int, w: Parameters, template: PyTree) -> None:
+        """Ask every site for the values of its clients at w, along with the next question.
+
+        A message of its own would cost as much as a question.
+        """
         self._wish = round, w, template
 
     def values(self) -> dict[str, PyTree]:
-        """What the sites told when they were to look; they are asked now if no question went out
-        since."""
+        """Return the values that sites sent, by site; ask now if no question was sent since."""
         wish, self._wish = self._wish, None
         if wish is not None:
             self._values = {}
             round, w, template = wish
             most = self.clients * size_of(template)
-            for site, (_, arrays) in self._deliver(self._looks(round), {}, w, most, {}).items():
+            for site, (_, arrays) in self._deliver(
+                self._evaluations(round), {}, w, most, {}
+            ).items():
                 self._take_values(site, arrays, template)
         return self._values
 
-    def _looks(self, round: int) -> dict[str, dict]:
+    def _evaluations(self, round: int) -> dict[str, dict]:
         return {
             site: {"kind": "evaluate", "round": round, "first": first}
-            for site, (first, _) in self.roster.items()
+            for site, (first, _) in self.ranges.items()
         }
 
-    def _take_values(self, site: str, arrays: dict[str, Any], template: PyTree) -> None:
+    def _take_values(self, site: str, arrays: dict[str, np.ndarray], template: PyTree) -> None:
         own = {name: arrays.pop(name) for name in list(arrays) if name.startswith("values.")}
         try:
-            self._values[site] = take(own, "values", template, rows=self.roster[site][1])
+            self._values[site] = take(own, "values", template, rows=self.ranges[site][1])
         except Refused as refused:  # a reply that came with them may be sound
             self._log(f"{site}: refused its values: {refused}")
 
     def publish(self, kind: int, packet: Packet, whole: int) -> None:
-        """Remembers a publication, as long as sending it can be worth it."""
+        """Remember a publication, as long as sending it can be cheaper than sending w."""
         self.values()  # those that are still wanted are of the w before it
         self._packets.append((kind, jax.tree.map(np.asarray, packet)))
         self._names.append(uuid.uuid4().hex)
@@ -216,7 +253,7 @@ class Link:
             self._names.pop(0)
 
     def end_round(self, round: int) -> None:
-        """The round is on disk: from now on its answers are settled."""
+        """Settle the answers of a round that is complete."""
         # A site that was not heard may not have heard either: what it was to be told still stands.
         self.settled |= {site: (round, used) for site, used in self.used.items() if used}
         self.rounds += bool(self.answered)
@@ -226,12 +263,11 @@ class Link:
         self,
         heads: dict[str, dict],
         arrays: dict[str, PyTree],
-        w: Any,
+        w: Parameters,
         most: int,
         clients: dict[str, list[int]],
     ) -> dict[str, tuple[dict, dict]]:
-        """Sends each its head, the common arrays of a question with the clients that are asked, and
-        what it lacks of w."""
+        """Send each site its head, the arrays of a question, and what it lacks of w."""
 
         def asked(site: str) -> dict[str, PyTree]:
             return {"clients": np.asarray(clients[site], np.int32)}
@@ -257,8 +293,10 @@ class Link:
                 break
         return arrived
 
-    def _message(self, site: str, head: dict, arrays: dict, w: Any, whole: bool) -> bytes:
-        news: dict[str, Any] = {"want": self._names[-1]}
+    def _message(
+        self, site: str, head: Table, arrays: dict[str, PyTree], w: Parameters, whole: bool
+    ) -> bytes:
+        news: Table = {"want": self._names[-1]}
         extra: dict[str, PyTree] = {}
         holds = self._holds.get(site, START)
         if whole or holds not in self._names:
@@ -296,15 +334,15 @@ class Link:
         return found
 
     def _complain(self, site: str, why: str) -> None:
-        """What a site sends is its own: no more than a line of it is told."""
+        """Log what is wrong with a site, in one line of printable characters."""
         self._why[site] = "".join(c if c.isprintable() else " " for c in why)[:300]
         self._log(f"{site}: {self._why[site]}")
 
     # For the checkpoint
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, PyTree]]:
+    def saved(self) -> tuple[Table, dict[str, PyTree]]:
         head = {
-            "roster": self.roster,
+            "roster": self.ranges,
             "settled": self.settled,
             "names": self._names,
             "kinds": [kind for kind, _ in self._packets],
@@ -312,12 +350,12 @@ class Link:
         }
         return head, {f"packet{i}": packet for i, (_, packet) in enumerate(self._packets)}
 
-    def restore(self, head: dict[str, Any]) -> None:
-        self.roster = {site: (first, count) for site, (first, count) in head["roster"].items()}
+    def restore(self, head: Table) -> None:
+        self.ranges = {site: (first, count) for site, (first, count) in head["roster"].items()}
         self.settled = {site: (last, used) for site, (last, used) in head["settled"].items()}
         self._names, self._holds = head["names"], head["holds"]
 
-    def restore_packets(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def restore_packets(self, head: Table, arrays: dict[str, np.ndarray]) -> None:
         """Once a round's packets are known again."""
         self._packets = [
             (kind, take(arrays, f"packet{i}", self.protocol.packets[kind], finite=False))

@@ -22,13 +22,13 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
-from fedsolve.flare.roster import Link, TooFew
+from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import Shares, Values, client_values, combined
-from fedsolve.runtimes.history import History, entry_history, joined
+from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.result import Run
@@ -44,7 +44,7 @@ class Deployment(Federation):
     An exchange is a call out of the program, in the order in which the algorithm makes them.
     """
 
-    def __init__(self, problem: Problem, state: State, link: Link):
+    def __init__(self, problem: Problem, state: State, link: Roster):
         super().__init__(problem, state)
         self._link, self._publications = link, 0
 
@@ -57,8 +57,9 @@ class Deployment(Federation):
         size = len(cohort)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), template)
 
-        def ask(round: np.ndarray, cohort: Cohort, asked: Flags, message: PyTree, w: Vector):
-            cohort, asked = np.asarray(cohort), np.asarray(asked)
+        def ask(
+            round: np.ndarray, cohort: np.ndarray, asked: np.ndarray, message: PyTree, w: np.ndarray
+        ) -> tuple[Reply, np.ndarray]:
             found = []
             if asked.any():
                 found = self._link.ask(int(round), exchange.number, cohort[asked], message, w)
@@ -133,11 +134,11 @@ class Deployed(Runtime):
     lags = True
 
     def __init__(
-        self, problem: Problem, algorithm: Algorithm, link: Link, sites: list[str], seed: int
+        self, problem: Problem, algorithm: Algorithm, link: Roster, sites: list[str], seed: int
     ):
         super().__init__(problem, algorithm, RoundOptions())
         self.link, self._sites, self._seed = link, sites, seed
-        self.waiting: History = {}
+        self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
 
@@ -165,7 +166,7 @@ class Deployed(Runtime):
         link.hello(self._sites, self._may_grow)
         link.restore_packets(head["link"], arrays)
         if self.waiting:
-            link.look(int(state.round), state.w, self._values)
+            link.request_values(int(state.round), state.w, self._values)
         return _grown(state, link.clients - before)
 
     def advance(self, state: State, spans: Spans) -> Advanced:
@@ -184,9 +185,9 @@ class Deployed(Runtime):
             if look:
                 self.news = self._news(answered)
                 self.waiting = entry_history(info, stop)
-                link.look(stop, state.w, self._values)
+                link.request_values(stop, state.w, self._values)
                 self._began, self._rounds = time.perf_counter(), 0
-        return Advanced(state, joined(complete) or {"round": np.zeros(0, np.int64)})
+        return Advanced(state, joined(complete) or no_history())
 
     def finish(self, state: State) -> History | None:
         return next(iter(self._complete(state)), None)
@@ -217,7 +218,7 @@ class Deployed(Runtime):
             values = self._unknown(state.w, shares)
         self.told = self.news
         entry = {name: column[0] for name, column in self.waiting.items() if name != "round"}
-        round, self.waiting = self.waiting["round"].item(), {}
+        round, self.waiting = self.waiting["round"].item(), History()
         return [entry_history(entry | values, round)]
 
     def _news(self, answered: list[str]) -> Table:
@@ -239,7 +240,7 @@ class Deployed(Runtime):
         values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
         if shares is None:
             return self._combined(w, values)
-        places = [self.link.roster[site] for site in heard]
+        places = [self.link.ranges[site] for site in heard]
         rows = np.concatenate([np.arange(first, first + count) for first, count in places])
         return self._combined(w, values, shares[rows])
 
@@ -287,7 +288,7 @@ class JournalSaver:
 
 
 def serve(
-    link: Link,
+    link: Roster,
     sites: list[str],
     problem: Problem,
     algorithm: Algorithm,
@@ -395,7 +396,7 @@ def _history(chunks: list[History]) -> History:
         more = [(0, 0), *[(0, a - b) for a, b in zip(shape, values.shape[1:], strict=True)]]
         return np.pad(values, more, constant_values=-1) if any(map(any, more)) else values
 
-    return joined([{k: fit(v, wide[k]) for k, v in chunk.items()} for chunk in chunks])
+    return joined([History({k: fit(v, wide[k]) for k, v in chunk.items()}) for chunk in chunks])
 
 
 def _loaded(base: bytes | None, records: Sequence[bytes]) -> tuple[Record | None, list[History]]:
@@ -418,4 +419,4 @@ def _restored(saved: Record, problem: Problem, algorithm: Algorithm) -> State:
 
 
 def _named(arrays: dict[str, np.ndarray], prefix: str, names: list[str]) -> History:
-    return {name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)}
+    return History({name: arrays[f"{prefix}.{number}"] for number, name in enumerate(names)})

@@ -1,11 +1,11 @@
-"""A site: some of the clients, their data and their states, behind one question at a time.
+"""A site: some of the clients, with their data and states. It answers one question at a time.
 
-Exactly once. A client's state moves if and only if the server used its reply. So the state that
-would follow an answer is on disk before the answer is given; the base state is what the server is
-known to have used. Every question says which answers of its round were used, and which of the last
-round in which this site was heard; the site keeps those and takes back the rest. The same question
-gets the same bytes again: the answer itself is not on disk, as it can be computed again, and is the
-same if the same state follows. An answer that moves no state says so, and leaves nothing on disk.
+Every answer counts exactly once: a client's state moves if and only if the server used its reply.
+The state that would follow an answer is on disk before the answer is sent; the base state has only
+what the server is known to have used. Every question says which answers of its round were used, and
+which of the last round in which this site answered; the site keeps those and discards the rest. A
+repeated question gets the same bytes again. The answer itself is not on disk: it is computed again,
+and is the same if the same state follows. An answer that moves no state writes nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
@@ -33,7 +32,7 @@ from fedsolve.flare.journal import Journal, Parts
 from fedsolve.flare.protocol import Protocol, protocol
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
-from fedsolve.runtimes.evaluation import client_values
+from fedsolve.runtimes.evaluation import Values, client_values
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import (
     Refused,
@@ -45,7 +44,7 @@ from fedsolve.storage.arrays import (
     size_of,
     take,
 )
-from fedsolve.types import Cohort, Message, Reply, Round, Vector
+from fedsolve.types import Message, Reply, Round, Table, Vector
 
 MOST_CLIENTS = 10_000_000
 FEW = 8  # clients of a site that share a program, however many are asked
@@ -53,8 +52,18 @@ EXCHANGES = 1000  # more than a round can have
 START = "start"  # the name of w before anything was published
 
 
-class Share:
-    """A site's clients. `answer(bytes) -> bytes` is all that the network sees of it."""
+class SiteClients:
+    """The clients of a site: their data, their states, and the journal of their answers.
+
+    `answer(bytes) -> bytes` is all that the network sees of it.
+
+    Args:
+        home: The folder of the journal.
+        problem: The problem, with this site's clients.
+        algorithm: The algorithm.
+        seed: The run's seed.
+        precision: The run's precision.
+    """
 
     def __init__(
         self,
@@ -92,7 +101,7 @@ class Share:
             raise InvalidInput(f"What this site kept is another run's: {refused}.") from None
 
     def answer(self, data: bytes) -> bytes:
-        """The answer to a question; one that cannot be answered gets its reason."""
+        """Answer a question; one that cannot be answered gets the reason."""
         with self._lock, precision_of(self._precision):
             try:
                 head, arrays = decode(data, self._most())
@@ -105,13 +114,13 @@ class Share:
                 if not self._catch_up(head, arrays):
                     return encode({"status": "behind"}, {})
                 if kind == "evaluate":
-                    return encode({"status": "ok"}, self._look(head, "round"))
+                    return encode({"status": "ok"}, self._values(head, "round"))
                 return self._ask(head, arrays)
             except Refused as refused:
                 return encode({"status": "refused", "reason": str(refused)}, {})
 
     def _know(self, total: int) -> None:
-        """How many clients all sites have together: it can shape a message."""
+        """Learn how many clients all sites have together, which can decide shapes of messages."""
         if total not in (0, self._total):
             if total > MOST_CLIENTS:
                 raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
@@ -123,18 +132,18 @@ class Share:
             }
 
     def _most(self) -> int:
-        """Bytes of arrays in the largest message that can be right."""
+        """Return the bytes of arrays in the largest message that can be right."""
         messages = [exchange.message for exchange in self._protocol.exchanges]
         news = max(map(size_of, self._protocol.packets), default=0)
         asked = self._count * np.dtype(np.int32).itemsize
         return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news + asked
 
-    def _look(self, head: dict[str, Any], name: str) -> dict[str, PyTree]:
-        """The clients' values at w, at the end of the round of that name."""
+    def _values(self, head: Table, name: str) -> dict[str, PyTree]:
+        """Return the clients' values at w, at the end of the round with that name in the head."""
         round, first = (jnp.int32(_whole(head, each)) for each in (name, "first"))
         return {"values": self._evaluate(jnp.asarray(self._w), self._seed, round, first)}
 
-    def _ask(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
         if number >= len(self._protocol.exchanges):
             raise Refused(f"there is no exchange {number} in a round")
@@ -165,7 +174,7 @@ class Share:
         moved, reply = self._compute(number, round, clients, local, rows, message)
         moves = not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
-        values = {} if look is None else self._look(head, "look")
+        values = {} if look is None else self._values(head, "look")
         answer = encode(told, {"reply": reply} | values)
         if known is not None and _same(known.rows, moved):  # given before this process began
             known.reply = answer
@@ -180,9 +189,15 @@ class Share:
         return answer
 
     def _compute(
-        self, number: int, round: int, clients: Any, local: Any, rows: PyTree, message: PyTree
+        self,
+        number: int,
+        round: int,
+        clients: np.ndarray,
+        local: np.ndarray,
+        rows: PyTree,
+        message: Message,
     ) -> tuple[PyTree, PyTree]:
-        """The method on those clients, padded to few different numbers, as each compiles."""
+        """Run the method on some clients, padded to few different numbers, as each compiles."""
         size = len(local)
         padded = min(max(1 << (size - 1).bit_length(), FEW), self._count)
         index = np.append(np.arange(size), np.zeros(padded - size, int))
@@ -198,8 +213,8 @@ class Share:
         )
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:size], (moved, reply))
 
-    def _catch_up(self, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
-        """Brings w to where the server says it is; False if what was sent does not lead there."""
+    def _catch_up(self, head: Table, arrays: dict[str, np.ndarray]) -> bool:
+        """Bring w to where the server says it is; return whether what was sent leads there."""
         news = head.get("w")
         if not isinstance(news, dict) or not isinstance(want := news.get("want"), str):
             raise Refused("it does not say what w is")
@@ -220,8 +235,8 @@ class Share:
         self._w, self._w_name = w, here
         return True
 
-    def _settle(self, round: int, settled: Any) -> None:
-        """Keeps what the server used of the last round in which this site was heard."""
+    def _settle(self, round: int, settled: object) -> None:
+        """Keep what the server used of the last round in which this site answered."""
         if not isinstance(settled, list) or len(settled) != 2 or type(settled[0]) is not int:
             raise Refused("it does not say what is settled")
         last, used = settled[0], _numbers(settled[1], EXCHANGES)
@@ -246,7 +261,7 @@ class Share:
         self._log.clear()
 
     def _before(self, number: int, used: list[int]) -> PyTree:
-        """The clients' states before an exchange: the base, and what was used of this round."""
+        """Return clients' states before an exchange: the base, and what was used of this round."""
         states = self._states
         for earlier in sorted(used):
             if earlier < number and earlier in self._log:
@@ -256,20 +271,20 @@ class Share:
         return states
 
     def _keep(self, round: int, number: int, entry: _Entry) -> None:
-        """The answer stands in the place of any earlier one, and of those that followed it."""
+        """Keep an answer in place of any earlier one, and of those that followed it."""
         self._log = {n: e for n, e in self._log.items() if n < number} | {number: entry}
         self._round = round
 
     # What the disk knows
 
     def _replay(self, record: bytes) -> None:
-        """An answer from the journal, with all that came with it."""
+        """Restore an answer from the journal, with all that came with it."""
         head, arrays = decode(record, None)
         self._settle(head["round"], head["settled"])
         self._keep(head["round"], head["number"], self._entry(head["digest"], arrays))
 
     def _everything(self) -> Parts:
-        """For a new journal to begin with."""
+        """Return everything, as the base of a new journal."""
         head = {"settled": self._settled, "round": self._round}
         head["log"] = {str(number): entry.digest for number, entry in self._log.items()}
         arrays: dict[str, PyTree] = {"states": self._states}
@@ -306,11 +321,11 @@ def _work(
     number: int,
     method: str,
     w: Vector,
-    round: Round,
+    round: Int[Array, ""],
     seed: SeedWords,
-    size: Round,
-    clients: Cohort,
-    local: Cohort,
+    size: Int[Array, ""],
+    clients: Int[Array, " m"],
+    local: Int[Array, " m"],
     rows: PyTree,
     message: Message,
 ) -> tuple[PyTree, Reply]:
@@ -322,7 +337,7 @@ def _work(
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
     exchange = Exchange(problem, key, w, round, number, getattr(algorithm, method), message)
 
-    def answer(client: Round, local: Round, row: PyTree) -> tuple[PyTree, PyTree]:
+    def answer(client: Int[Array, ""], local: Int[Array, ""], row: PyTree) -> tuple[PyTree, PyTree]:
         samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)
         return jax.tree.map(jnp.asarray, exchange.answer(client, samples, row))
 
@@ -341,11 +356,11 @@ def _work(
 
 
 @jax.jit
-def _moved(w: Any, packet: Packet) -> Any:
-    return w + packet.dense()
+def _moved(w: Vector | np.ndarray, packet: Packet) -> Vector:
+    return jnp.asarray(w) + packet.dense()
 
 
-def _evaluate(problem: Problem, w: Any, seed: Any, round: Any, first: Any) -> dict[str, PyTree]:
+def _evaluate(problem: Problem, w: Vector, seed: SeedWords, round: Round, first: Round) -> Values:
     return client_values(problem, w, evaluation_key(seed, round), first)
 
 
@@ -361,14 +376,14 @@ def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:
     return changed
 
 
-def _whole(head: dict[str, Any], name: str) -> int:
+def _whole(head: Table, name: str) -> int:
     value = head.get(name)
     if type(value) is not int or not 0 <= value < 2**31:
         raise Refused(f"its {name} is no whole number")
     return value
 
 
-def _numbers(values: Any, below: int) -> list[int]:
+def _numbers(values: object, below: int) -> list[int]:
     if not isinstance(values, list) or not all(type(v) is int and 0 <= v < below for v in values):
         raise Refused("it has a list that is none of its numbers")
     return values

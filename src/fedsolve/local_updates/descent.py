@@ -1,44 +1,55 @@
-"""Local work: some steps of gradient descent, or of an optimiser, from where the client stands.
+"""The loop of local steps: gradient descent, or an optimizer, from where a client stands.
 
-What a client then sends is a pseudo-gradient v, the negated change in units of the step: without an
-optimiser v = Σ_τ ν_τ, the sum of directions along w_{τ+1} = w_τ − η ν_τ; with one, v = w_0 − w_E.
-Either way the server's w ← w − step_size·mean(v) moves to the mean of where the clients came to
-(with an optimiser, if `step_size` is 1).
+A client then sends a pseudo-gradient v, its negated change in units of the step: without an
+optimizer v = Σ_τ ν_τ, the sum of directions along w_{τ+1} = w_τ − η ν_τ; with one, v = w_0 − w_E.
+Either way the server's w ← w − step_size·mean(v) moves to the mean of the clients' final points
+(with an optimizer, if `step_size` is 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Key
 
 from fedsolve.fields import Scalar, Schedule, at
 from fedsolve.local_updates.optimizers import Optimizer
+from fedsolve.types import PRNGKey, Round, Vector
 
-Vector = Float[Array, " d"]
-Direction = Callable[[Vector, Key[Array, ""]], Vector]  # w, key -> a descent direction there
+Direction = Callable[[Vector, PRNGKey], Vector]  # w, key -> a descent direction there
+Carry = tuple[Vector, Vector, optax.OptState]
 
 
-def travel(
+def take_steps(
     direction: Direction,
     w: Vector,
     steps: int,
-    key: Key[Array, ""],
+    key: PRNGKey,
     step_size: Scalar | Schedule,
     optimizer: Optimizer | None = None,
-    round: Any = 0,
+    round: Round = 0,
 ) -> tuple[Vector, Vector]:
-    """The pseudo-gradient after `steps` local steps from w, and the sum of the directions on the
-    way, which is the same without an optimiser. Step τ draws with a key of its own."""
+    """Take local steps from w.
+
+    Args:
+        direction: `direction(w, key)` is the descent direction ν at w.
+        w: Where to start.
+        steps: The number of steps E.
+        key: A random key; step τ gets the key folded with τ.
+        step_size: η, a number or a schedule; not used if there is an optimizer.
+        optimizer: The optimizer of the steps; None for gradient descent.
+        round: The round, counted from 0, for schedules.
+
+    Returns:
+        The pseudo-gradient, and the sum of the directions; without an optimizer they are the same.
+    """
     if optimizer is None:
         size = at(step_size, round)
 
-        def plain(step: Any, total: Vector) -> Vector:
+        def plain(step: Round, total: Vector) -> Vector:
             return total + direction(w - size * total, jax.random.fold_in(key, step))
 
         total = lax.fori_loop(0, steps, plain, jnp.zeros_like(w))
@@ -46,7 +57,7 @@ def travel(
 
     rule = optimizer.transform(round)
 
-    def adapted(step: Any, carry: tuple[Vector, Vector, Any]) -> tuple[Vector, Vector, Any]:
+    def adapted(step: Round, carry: Carry) -> Carry:
         here, total, memory = carry
         slope = direction(here, jax.random.fold_in(key, step))
         change, memory = rule.update(slope, memory, here)
@@ -61,10 +72,10 @@ def descend(
     direction: Direction,
     w: Vector,
     steps: int,
-    key: Key[Array, ""],
+    key: PRNGKey,
     step_size: Scalar | Schedule,
     optimizer: Optimizer | None = None,
-    round: Any = 0,
+    round: Round = 0,
 ) -> Vector:
-    """The pseudo-gradient alone."""
-    return travel(direction, w, steps, key, step_size, optimizer, round)[0]
+    """Take local steps from w and return the pseudo-gradient; arguments as for `take_steps`."""
+    return take_steps(direction, w, steps, key, step_size, optimizer, round)[0]

@@ -1,4 +1,4 @@
-"""Pages of reproduced figures and tables: our numbers beside the papers'."""
+"""Markdown pages of reproduced figures and tables, with our numbers beside the papers'."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from fedsolve.errors import InvalidInput
-from fedsolve.papers.reproduce import Entry, catalogue, costs, duration, papers
+from fedsolve.papers.catalogue import Entry, catalogue, costs, duration, papers
 from fedsolve.storage.atomic import write_atomically
+from fedsolve.types import Table
 
-Summary = Mapping[str, Any]
 HEADINGS = {
     "objective": "f",
     "constraint": "g",
@@ -45,19 +44,19 @@ work kept them busy: a quiet machine needs a third of them or less.
 """
 
 
-def page(entry: Entry, summary: Summary) -> str:
-    """A figure's page."""
+def page(entry: Entry, summary: Table) -> str:
+    """Return a figure's page."""
     name = papers()[entry.paper_of]["title"].partition(" (")[0]
     return plain(f"# {name}, {title(entry)}\n\n{part(entry, summary)}\n")
 
 
 def plain(text: str) -> str:
-    """The text with words in place of links to the documentation."""
+    """Return a text without its links to the documentation."""
     return re.sub(r"\[([^]]+)\]\([\w-]+\.md\)", r"\1", text)
 
 
-def part(entry: Entry, summary: Summary, pictures: str = "") -> str:
-    """Pictures, numbers, what the paper says, how it was made."""
+def part(entry: Entry, summary: Table, pictures: str = "") -> str:
+    """Return pictures, numbers, what the paper says, and how the results were made."""
     parts = _about(entry)
     for name in summary["pictures"]:
         parts.append(f"![{entry.shows}]({pictures}{name})")
@@ -69,6 +68,7 @@ def part(entry: Entry, summary: Summary, pictures: str = "") -> str:
 
 
 def title(entry: Entry) -> str:
+    """Return a heading such as `Figure 2`."""
     kind, _, number = entry.name.partition("/")[2].partition("-")
     return f"{kind.capitalize()} {number}"
 
@@ -78,8 +78,8 @@ def _about(entry: Entry) -> list[str]:
     return [f"**{entry.shows}.** {state}{entry.note}".rstrip()]
 
 
-def _numbers(entry: Entry, rows: list[dict[str, Any]]) -> str:
-    """A row a variant; where the paper has numbers, a column of them beside ours."""
+def _numbers(entry: Entry, rows: list[Table]) -> str:
+    """Return a table with a row for each variant, and the paper's numbers beside ours."""
     columns = [c for c in entry.columns if any(row.get(c) for row in rows)]
     beside = {c for c in columns if any(c in own for own in entry.paper.values())}
     head, lines = [""], []
@@ -105,7 +105,7 @@ def _heading(column: str) -> str:
 
 
 def _number(column: str, found: Sequence[float | int], seeds: int = 1) -> str:
-    """Three figures of the middle, with the spread over several seeds to as many decimals."""
+    """Return the middle to three figures, and the spread over seeds to as many decimals."""
     name, unit = column.partition("@")[0], ""
     if name in SHARES:
         found, unit, decimals = [100 * value for value in found], " %", 1
@@ -117,8 +117,8 @@ def _number(column: str, found: Sequence[float | int], seeds: int = 1) -> str:
     return (" ± ".join(shown) if seeds > 1 else shown[0]) + unit
 
 
-def _made(entry: Entry, summary: Summary) -> str:
-    """How it was made, in a line."""
+def _made(entry: Entry, summary: Table) -> str:
+    """Return how the results were made, in a line."""
     commit = f"commit {summary['commit']}" if "commit" in summary else ""
     parts = [
         f"`{summary['command']}`",
@@ -135,8 +135,11 @@ def _made(entry: Entry, summary: Summary) -> str:
 
 
 def whole_page(path: Path, found: Path) -> list[str]:
-    """Writes the page of all figures from the summaries beside it (`docs/results/` for
-    `docs/results.md`), after taking up those in the folder `found`; names the figures it has."""
+    """Write the page of all figures, and return the names of those that have results.
+
+    Summaries are read from the folder beside the page (`docs/results/` for `docs/results.md`),
+    after those in the folder `found` were copied there.
+    """
     kept = path.with_suffix("")
     try:
         for summary in sorted(found.glob("*/*/summary.json")):
@@ -151,7 +154,7 @@ def whole_page(path: Path, found: Path) -> list[str]:
 
 
 def _keep(made: Path, kept: Path) -> None:
-    """Takes over a reproduction's small files; a quick one does not take a full one's place."""
+    """Copy a reproduction's summary and pictures; a quick one does not replace a full one."""
     summary = json.loads((made / "summary.json").read_text(encoding="utf-8"))
     place = kept / summary["name"]
     there = place / "summary.json"
@@ -174,12 +177,12 @@ def _link(entry: Entry) -> str:
 
 
 def _differences(entries: Mapping[str, Entry]) -> list[tuple[Entry, str, str]]:
-    """Claims that do not hold here: what was found says so in bold."""
+    """Return the claims that do not hold here: what was found has text in bold."""
     return [(e, says, found) for e in entries.values() for says, found in e.claims if "**" in found]
 
 
-def _lacks(entry: Entry, summary: Summary) -> bool:
-    """Whether rows that the paper has numbers of were not run."""
+def _lacks(entry: Entry, summary: Table) -> bool:
+    """Return whether variants of which the paper has numbers were not run."""
     run = {
         row["variant"] for rows in summary["numbers"].values() for row in rows if "variant" in row
     }
@@ -187,7 +190,7 @@ def _lacks(entry: Entry, summary: Summary) -> bool:
 
 
 def whole(kept: Path) -> tuple[str, list[str]]:
-    """The page of all figures, and those of which there are results."""
+    """Return the page of all figures, and the names of those that have results."""
     entries, shown = catalogue(), []
     parts = [INTRODUCTION]
     rows = ["| | shows | state | here |", "|---|---|---|---|"]

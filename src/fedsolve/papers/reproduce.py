@@ -1,88 +1,140 @@
-"""`fedsolve reproduce`: the papers' figures and tables, run, measured and drawn.
+"""Reproduce the papers' figures and tables: run their experiments, measure, and draw.
 
-`papers.toml` is the catalogue: what a figure shows, which experiments it is, what they cost, what
-to measure and draw, what the paper says, and what was found. Experiments are run as `fedsolve run`
-runs them; everything else is made from the folders that they leave.
+Experiments are run as `fedsolve run` runs them; numbers and pictures are made from their folders.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import shlex
 import subprocess
-import tomllib
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedsolve import plots
+from fedsolve.algorithms import Algorithm
 from fedsolve.errors import InvalidInput
-from fedsolve.experiments import config
-from fedsolve.experiments import run_folder as folder
+from fedsolve.experiments import config, run_folder
 from fedsolve.experiments.config import Experiment
-from fedsolve.experiments.registry import check_known
-from fedsolve.fields import check_count
+from fedsolve.experiments.runner import Progress, Result, execute
+from fedsolve.papers.catalogue import Entry, changes, duration, find, minutes, tables
+from fedsolve.papers.pages import page
+from fedsolve.runtimes.history import History
+from fedsolve.solving.result import Columns
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.theory.fedadmm import communication_rounds
+from fedsolve.types import Table
 
-STATES = ("whole", "in part", "other data", "settings")
+if TYPE_CHECKING:  # slow imports
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+FOLDER = Path("reproduced")  # where reproductions are written by default
 LATE = 5  # means are over the last fifth of a run
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """A figure or table of a paper.
+class Reproduction:
+    """A figure or table that is being reproduced; see `start`."""
 
-    - `state`: `whole`; `in part`; `other data` than the paper's; `settings`, a table of settings
-      where there is nothing to run. `note` says what is missing, or where the settings are.
-    - `set` changes keys of the experiments, `variants` picks some of them; `quick` has both for the
-      small version, and its minutes.
-    - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` where it asks for a GPU.
-    - `columns` are measures (see `measured`), `paper` its own numbers by variant and measure.
-    - `claims` are pairs: what the paper says of it, and what was found, in bold where
-      that is something else.
-    """
-
-    name: str
-    shows: str
-    state: str = "whole"
-    note: str = ""
-    experiments: Sequence[str] = ()
-    set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    variants: Sequence[str] = ()
-    quick: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    minutes: float | int = 0.0
-    gpu_minutes: float | int = 0.0
-    picture: str = "curves"  # or "trade-off"; "rounds" until a rule stopped the run
-    panels: Sequence[str] = plots.USUAL
-    lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    band: float | None = None  # standard deviations; None: from the least to the greatest
-    columns: Sequence[str] = ()
-    paper: Mapping[str, Mapping[str, float | int]] = dataclasses.field(default_factory=dict)
-    claims: Sequence[Sequence[str]] = ()
+    entry: Entry
+    quick: bool
+    seeds: int | None
+    folder: Path
+    experiments: dict[str, Experiment]
+    by: dict[str, str]  # when, where and with which version it was begun
 
     @property
-    def paper_of(self) -> str:
-        return self.name.partition("/")[0]
+    def command(self) -> str:
+        """The command that reproduces it."""
+        words = ["fedsolve", "reproduce", self.entry.name, *(["--quick"] if self.quick else [])]
+        words += ["--seeds", str(self.seeds)] if self.seeds is not None else []
+        return shlex.join(words)
+
+    @property
+    def announcement(self) -> str:
+        """How many runs it has, and about how long they take."""
+        runs = sum(len(experiment.runs) for experiment in self.experiments.values())
+        expected = duration(minutes(self.entry, self.quick, self.seeds))
+        told = f"{self.entry.name}: {runs} runs, about {expected} on 2 cores"
+        if self.entry.gpu_minutes and not self.quick:
+            gpu = duration(self.entry.gpu_minutes)
+            told += f" (on a GPU about {gpu}; --quick is small)"
+        return f"{told}."
+
+    def run(
+        self,
+        progress: Progress | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[Result]:
+        """Run the experiments that have not finished, one after the other."""
+        for label, experiment in self.experiments.items():
+            own = self.folder / "runs" / label
+            if not finished(own):
+                there = own.exists()
+                yield execute(
+                    experiment,
+                    out=None if there else own,
+                    resume=own if there else None,
+                    progress=progress,
+                    interrupted=interrupted,
+                )
+
+    def finish(self) -> Table:
+        """Write the numbers, pictures, data and page; return the summary.
+
+        Raises:
+            InvalidInput: If an experiment has not finished.
+            OSError: If the folder cannot be written to.
+        """
+        results: dict[str, Groups] = {}
+        seconds, histories = 0.0, []
+        for label, experiment in self.experiments.items():
+            own = self.folder / "runs" / label
+            if not finished(own):
+                raise InvalidInput(f"The runs in {own} have not finished.")
+            contents = run_folder.read(own)
+            seconds += sum(contents.facts["seconds"].values())
+            results[label] = recorded(contents, experiment)
+            contents.table.insert(0, "experiment", label)
+            histories.append(contents.table)
+        made = {"size": "quick" if self.quick else "full"}
+        made |= {"changes": changes(self.entry, self.quick), "command": self.command}
+        made |= {**self.by, "seconds": round(seconds, 1)}
+        summary = finish(self.entry, results, self.folder, made)
+        write_data(self.folder / "data.csv", histories)
+        write_atomically(self.folder / "page.md", page(self.entry, summary).encode())
+        return summary
+
+
+def start(
+    name: str, quick: bool = False, seeds: int | None = None, out: Path | None = None
+) -> Reproduction:
+    """Start to reproduce a figure or table in a folder, or resume it there."""
+    entry = find(name)
+    experiments = plan(entry, quick, seeds)
+    folder = out or FOLDER / (f"{name}-quick" if quick else name)
+    by = begin(folder, {"name": name, "quick": quick, "seeds": seeds})
+    return Reproduction(entry, quick, seeds, folder, experiments, by)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A run as its folder tells it."""
+    """A run as it was read from its folder."""
 
-    history: dict[str, np.ndarray]
-    algorithm: Any
+    history: Columns
+    algorithm: Algorithm
     seed: int
-    allowed: int  # so many rounds at most
+    allowed: int  # rounds, unless a rule stopped the run before
     seconds: float = math.nan
 
     @property
@@ -93,109 +145,29 @@ class Recorded:
 Groups = dict[str, list[Recorded]]  # by variant
 
 
-@functools.cache
-def papers() -> dict[str, dict[str, Any]]:
-    """The catalogue's text, by paper."""
-    text = resources.files("fedsolve.papers").joinpath("papers.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
-def catalogue() -> dict[str, Entry]:
-    """Every figure and table, by name."""
-    return {
-        f"{paper}/{figure}": Entry(
-            name=f"{paper}/{figure}", **(table | {"quick": _quick(figures, table)})
-        )
-        for paper, figures in papers().items()
-        for figure, table in figures.items()
-        if figure.startswith(("figure-", "table-"))
-    }
-
-
-def _quick(paper: dict[str, Any], figure: dict[str, Any]) -> dict[str, Any]:
-    """A figure's small version: the paper's, with its own changes."""
-    usual, own = paper.get("quick", {}), figure.get("quick", {})
-    return usual | own | {"set": usual.get("set", {}) | own.get("set", {})}
-
-
-def find(name: str) -> Entry:
-    """The figure or table of that name, which must be one that can be run."""
-    entries = catalogue()
-    check_known(name, entries, "figure or table")
-    if not entries[name].experiments:
-        raise InvalidInput(f"There is nothing to run for {name}: {entries[name].note}")
-    return entries[name]
-
-
-def tables(
-    entry: Entry, quick: bool = False, seeds: int | None = None
-) -> dict[str, dict[str, Any]]:
-    """The configurations of a figure's experiments, by name."""
-    changes = dict(entry.set) | (entry.quick["set"] if quick else {})
-    chosen = (quick and entry.quick.get("variants")) or entry.variants
-    found = {}
-    for name in entry.experiments:
-        table = config.read(name)
-        for key, value in changes.items():
-            table = config.with_key(table, key, value)
-        if chosen:
-            table["variants"] = {v: table["variants"][v] for v in chosen if v in table["variants"]}
-        own = table["run"].pop("seed", 0)
-        table["run"].setdefault("seeds", [own])
-        if seeds is not None:
-            check_count("--seeds", seeds)
-            table["run"]["seeds"] = list(range(seeds))
-        found[name] = table
-    return found
-
-
 def plan(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[str, Experiment]:
-    """A figure's experiments, ready to run, by name."""
+    """Return a figure's experiments, ready to run, by name."""
     return {name: config.resolve(name, t) for name, t in tables(entry, quick, seeds).items()}
 
 
-def minutes(entry: Entry, quick: bool = False, seeds: int | None = None) -> float | int:
-    """What it takes on 2 cores, about."""
-    usual = entry.quick["minutes"] if quick else entry.minutes
-    if seeds is None:
-        return usual
-    return usual * seeds / len(next(iter(tables(entry, quick).values()))["run"]["seeds"])
-
-
-def costs(entry: Entry) -> tuple[str, str, str]:
-    """What it takes, in words: quick, full, and on a GPU where it asks for one."""
-    if not entry.experiments:
-        return "", "", ""
-    gpu = duration(entry.gpu_minutes) if entry.gpu_minutes else ""
-    return duration(entry.quick["minutes"]), duration(entry.minutes), gpu
-
-
-def duration(minutes: float | int) -> str:
-    """Minutes in words."""
-    if minutes < 1:
-        return f"{max(round(60 * minutes), 1)} s"
-    if minutes < 90:
-        return f"{minutes:.0f} min"
-    return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} days"
-
-
-def recorded(contents: folder.Contents, experiment: Experiment) -> Groups:
-    """The runs of a folder."""
+def recorded(contents: run_folder.Contents, experiment: Experiment) -> Groups:
+    """Return the runs of a folder."""
     groups: Groups = {}
-    for (variant, seed), rows in contents.table.groupby(["variant", "seed"], sort=False):
+    for _, rows in contents.table.groupby(["variant", "seed"], sort=False):
+        variant, seed = str(rows["variant"].iloc[0]), int(rows["seed"].iloc[0])
         numbers = rows.select_dtypes("number").drop(columns=["seed", "diverged"], errors="ignore")
         history = {str(name): numbers[name].to_numpy() for name in numbers}
         prefix = f"{variant}/seed-{seed}/".lstrip("/")
         wide = {k[len(prefix) :]: v for k, v in contents.wide.items() if k.startswith(prefix)}
         algorithm, rounds = experiment.cells.algorithms[variant], experiment.options["rounds"]
         seconds = contents.facts.get("seconds", {}).get(prefix.rstrip("/"), math.nan)
-        run = Recorded(history | wide, algorithm, int(seed), rounds, float(seconds))
+        run = Recorded(History(history | wide), algorithm, seed, rounds, float(seconds))
         groups.setdefault(variant, []).append(run)
     return groups
 
 
 def measured(column: str, run: Recorded) -> float:
-    """A measure of a run, over the last fifth of its evaluations; not a number where it has none.
+    """Measure a run over the last fifth of its evaluations; not a number if that is not possible.
 
     | `objective`, or any entry | its mean |
     | `over` | the share of evaluations with g above the tolerance |
@@ -231,15 +203,17 @@ def measured(column: str, run: Recorded) -> float:
 
 
 def finish(
-    entry: Entry, results: Mapping[str, Groups], out: Path, made: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Measures and draws: writes `summary.json` and the pictures, and returns the summary. `made`
-    tells how the results came about."""
+    entry: Entry, results: Mapping[str, Groups], out: Path, made: Mapping[str, object]
+) -> Table:
+    """Measure and draw: write `summary.json` and the pictures, and return the summary.
+
+    `made` says how the results were obtained, and becomes part of the summary.
+    """
     from matplotlib.style import context
 
-    tables, pictures = {}, []
+    numbers, pictures = {}, []
     for name, groups in results.items():
-        tables[name] = [
+        numbers[name] = [
             {"variant": variant, "seeds": len(runs)}
             | {c: _spread(c, [measured(c, run) for run in runs]) for c in entry.columns}
             for variant, runs in groups.items()
@@ -249,14 +223,17 @@ def finish(
             for kind in ("png", "pdf"):
                 figure.savefig(out / f"{name}.{kind}", dpi=110)
         pictures.append(f"{name}.png")
-    summary = {"name": entry.name, **made, "pictures": pictures, "numbers": tables}
+    summary = {"name": entry.name, **made, "pictures": pictures, "numbers": numbers}
     write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     return summary
 
 
 def _spread(column: str, values: list[float]) -> list[float] | None:
-    """Middle and standard deviation over seeds; None where there is none, as JSON has only numbers.
-    The middle is the mean, but the median of CR, as in its paper: what is not reached is late."""
+    """Return the middle and the standard deviation over seeds; None if there is no number.
+
+    The middle is the mean; of CR it is the median, as in its paper, where runs that did not reach
+    the goal count as infinite.
+    """
     there = [value for value in values if np.isfinite(value)]
     if column == "CR":
         middle = np.median(np.where(np.isfinite(values), values, np.inf))
@@ -265,7 +242,7 @@ def _spread(column: str, values: list[float]) -> list[float] | None:
     return [float(f"{x:.6g}") for x in (middle, np.std(there))] if np.isfinite(middle) else None
 
 
-def _draw(entry: Entry, groups: Groups) -> Any:
+def _draw(entry: Entry, groups: Groups) -> Figure:
     if entry.picture == "trade-off":
         return plots.tradeoff(groups)
     if entry.picture == "rounds":
@@ -273,9 +250,11 @@ def _draw(entry: Entry, groups: Groups) -> Any:
     return plots.plot(groups, panels=entry.panels, lines=entry.lines, band=entry.band)
 
 
-def begin(place: Path, wanted: dict[str, Any]) -> dict[str, str]:
-    """Makes the folder of a reproduction, or sees that it is one of the same; tells when, where and
-    by what it was begun."""
+def begin(place: Path, wanted: Table) -> dict[str, str]:
+    """Make the folder of a reproduction, or check that an existing one is of the same.
+
+    Return when, where and with which version it was begun.
+    """
     note = place / "reproduction.json"
     try:
         if note.is_file():
@@ -294,7 +273,7 @@ def begin(place: Path, wanted: dict[str, Any]) -> dict[str, str]:
 
 
 def finished(path: Path) -> bool:
-    """Whether a folder of runs has all of them."""
+    """Return whether all runs of a folder have finished."""
     try:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -302,24 +281,16 @@ def finished(path: Path) -> bool:
     return facts.get("status") == "finished"
 
 
-def changes(entry: Entry, quick: bool) -> dict[str, Any]:
-    """What the small version changes."""
-    if not quick:
-        return {}
-    chosen = {"variants": len(entry.quick["variants"])} if "variants" in entry.quick else {}
-    return dict(entry.quick["set"]) | chosen
-
-
-def write_data(path: Path, tables: list[Any]) -> None:
-    """All histories as one table."""
+def write_data(path: Path, histories: list[DataFrame]) -> None:
+    """Write all histories as one table."""
     import pandas as pd
 
-    write_atomically(path, pd.concat(tables, ignore_index=True).to_csv(index=False).encode())
+    write_atomically(path, pd.concat(histories, ignore_index=True).to_csv(index=False).encode())
 
 
 def origin() -> dict[str, str]:
-    """The commit of the package, where it is in a git checkout, and its version."""
-    here = Path(__file__).parent
+    """Return the package's version, and its commit if it is in a git checkout."""
+    here = Path(__file__).parent.parent
 
     def git(*words: str) -> str:
         found = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
@@ -327,7 +298,7 @@ def origin() -> dict[str, str]:
 
     version = {"version": importlib.metadata.version("fedsolve")}
     try:
-        tracked = git("ls-files", "--error-unmatch", Path(__file__).name)
+        tracked = git("ls-files", "--error-unmatch", "__init__.py")
         commit = git("rev-parse", "--short=12", "HEAD") if tracked else ""
         if commit and git("status", "--porcelain", "--", str(here)):
             commit += " with changes"
@@ -337,7 +308,7 @@ def origin() -> dict[str, str]:
 
 
 def machine() -> str:
-    """This machine in a few words."""
+    """Describe this machine in a few words."""
     import jax
 
     model = ""

@@ -1,6 +1,7 @@
-"""Who takes part: who is wanted (weighting), who is drawn (selection), who answers (availability).
+"""Participation: weights of clients, selection of a cohort, and availability.
 
-Any `Participating` algorithm takes one of each.
+Every `Participating` algorithm takes one of each. A new class is a name in `__all__` here:
+algorithms and configuration files can then refer to it by name.
 """
 
 from fedsolve.participation.availability import (

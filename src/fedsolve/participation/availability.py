@@ -1,89 +1,112 @@
-"""Who answers: processes by which clients come and go.
+"""Availability: random processes by which clients come and go.
 
 | availability | a client is up |
 |---|---|
-| `Bernoulli(probability)` | with that probability, anew in every round |
-| `Markov(up, down)` | on and off: comes back with probability `up`, goes with `down` |
-| `DayNight(day, night, period)` | in waves, each client by its own clock |
-| `Trace(rounds)` | as recorded, from a file or an array |
-| `FirstAnswers(count, ...)` | if its answer is among the first `count` of those drawn |
+| `Bernoulli(probability)` | with that probability, independently in every round |
+| `Markov(up, down)` | on and off: comes up with probability `up`, goes down with `down` |
+| `DayNight(day, night, period)` | with a probability that follows the time of day |
+| `Trace(rounds)` | as recorded in a file or an array |
+| `FirstAnswers(count, ...)` | if its answer is among the first `count` of the cohort |
 
-They are drawn by the server, in a simulation as in a deployment: those that are not up are not
-asked. In a deployment this comes on top of what really happens there.
+The server draws them, in a simulation as in a deployment, and does not ask clients that are down.
+In a deployment, real failures come on top.
 """
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count, check_positive, read_table, scalar
-from fedsolve.types import Cohort, Flags
+from fedsolve.fields import Numbers, Scalar, check_count, check_positive, read_table, scalar
+from fedsolve.types import Cohort, Flags, PRNGKey, Round
+
+Each = Scalar | Numbers  # one number for all clients, or one for each
+Clients = Int[Array, "..."] | Int[np.ndarray, "..."] | int  # the index of a client, or of several
+Recorded = Bool[np.ndarray, "rounds clients"] | Shaped[Array, "..."]
 
 
 class Availability(eqx.Module):
-    """Says in every round who is up. It may remember."""
+    """Base class of availabilities: processes that decide in every round which clients are up.
+
+    An availability may keep state (`memory`) on the server from round to round.
+    """
 
     def init(self, clients: int) -> PyTree:
-        """What the server remembers for it, before the first round."""
+        """Return the memory before the first round.
+
+        Args:
+            clients: The number of clients n.
+        """
         return None
 
+    @abc.abstractmethod
     def draw(
-        self, clients: int, round: Int[Array, ""], memory: PyTree, key: Key[Array, ""]
+        self, clients: int, round: Round, memory: PyTree, key: PRNGKey
     ) -> tuple[Bool[Array, " n"], PyTree]:
-        """Who is up in this round, and the memory after this."""
-        raise NotImplementedError
+        """Draw which clients are up.
 
-    def answering(
-        self, cohort: Cohort, up: Flags, clients: int, key: Key[Array, ""]
-    ) -> Bool[Array, " m"] | Flags:
-        """Who of the cohort answers, given who of it is up."""
+        Args:
+            clients: The number of clients n.
+            round: The round, counted from 0.
+            memory: The memory before this round.
+            key: A random key.
+
+        Returns:
+            A flag for each client, and the memory after this round.
+        """
+
+    def answering(self, cohort: Cohort, up: Flags, clients: int, key: PRNGKey) -> Flags:
+        """Return which clients of the cohort answer, given which of them are up."""
         return up
 
-    def delays(self, clients: int, key: Key[Array, ""]) -> Float[Array, " n"] | None:
-        """How many seconds each client takes before it answers, where that says who answers: with
-        the same key as `answering`, for a clock to count."""
+    def delays(self, clients: int, key: PRNGKey) -> Float[Array, " n"] | None:
+        """Return the seconds that each client takes to answer, if they decide who answers.
+
+        With the same key as `answering`, so that a clock counts the same times.
+        """
         return None
 
-    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
-        """q_m: how likely that client (or each of those) is up in that round."""
+    def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
+        """Return q_m, the probability that a client (or each of several) is up in a round."""
         raise NotImplementedError
 
     def check(self, clients: int) -> None:
-        """Refuses, with a sentence, a number of clients that it is not made for."""
+        """Raise if the availability does not fit the number of clients."""
 
 
-def _chance(name: str) -> Any:
-    """A field that holds a probability, or one for each client."""
+def _probability(name: str) -> Callable[[object], Each]:
+    """Make a converter for a field that holds a probability, or one for each client."""
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> Each:
         if isinstance(value, list | tuple):
             value = np.asarray(value, float)
-        value = scalar(name)(value)
-        if not isinstance(value, Tracer):
-            numbers = np.asarray(value)
+        probability = scalar(name)(value)
+        if not isinstance(probability, Tracer):
+            numbers = np.asarray(probability)
             if not np.all((numbers >= 0) & (numbers <= 1)):
-                raise InvalidInput(f"{name} must be between 0 and 1, got {value}.")
-        return value
+                raise InvalidInput(f"{name} must be between 0 and 1, got {probability}.")
+        return probability
 
-    return eqx.field(converter=convert)
+    return convert
 
 
-def _of(value: Any, client: Any) -> Any:
-    """That client's (or those clients') own of what may be one number for all."""
+def _of(value: Each, client: Clients) -> Array:
+    """Select the numbers of some clients; one number stands for all clients."""
     value, client = jnp.asarray(value), jnp.asarray(client)
     return value[client] if value.ndim else jnp.broadcast_to(value, client.shape)
 
 
-def _check_each(name: str, value: Any, clients: int) -> None:
+def _check_each(name: str, value: Each, clients: int) -> None:
+    """Raise if there is neither one number nor one for each client."""
     if np.ndim(value) and np.shape(value) != (clients,):
         raise InvalidInput(
             f"{name} has shape {np.shape(value)}; for {clients} clients it must be one number or "
@@ -92,20 +115,30 @@ def _check_each(name: str, value: Any, clients: int) -> None:
 
 
 class Bernoulli(Availability):
-    """Up with probability q_m, independently of everything else."""
+    """Each client is up with probability q_m, independently in every round.
 
-    probability: Any = _chance("probability")
+    Args:
+        probability: q, one number or one for each client.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(0.1, availability=0.7)
+        >>> algorithm.availability
+        Bernoulli(probability=0.7)
+    """
+
+    probability: Each = eqx.field(converter=_probability("probability"))
 
     def __check_init__(self):
         if not isinstance(self.probability, Tracer) and np.any(np.asarray(self.probability) == 0):
             raise InvalidInput("A client that is never up takes no part; probability must be > 0.")
 
     def draw(
-        self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
+        self, clients: int, round: Round, memory: None, key: PRNGKey
     ) -> tuple[Bool[Array, " n"], None]:
         return jax.random.bernoulli(key, self.rate(jnp.arange(clients), round)), None
 
-    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+    def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         return _of(self.probability, client)
 
     def check(self, clients: int) -> None:
@@ -113,11 +146,21 @@ class Bernoulli(Availability):
 
 
 class Markov(Availability):
-    """On and off: who is down comes up with probability `up`, who is up goes down with probability
-    `down`. The first round is drawn from the long run, up/(up + down)."""
+    """Each client goes on and off as a Markov chain, which starts in its stationary distribution.
 
-    up: Any = _chance("up")
-    down: Any = _chance("down")
+    Args:
+        up: The probability that a client that is down comes up; one number or one for each client.
+        down: The probability that a client that is up goes down.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> availability = fs.participation.Markov(up=0.5, down=0.1)
+        >>> round(float(availability.rate(0, round=0)), 3)
+        0.833
+    """
+
+    up: Each = eqx.field(converter=_probability("up"))
+    down: Each = eqx.field(converter=_probability("down"))
 
     def __check_init__(self):
         if not isinstance(self.up, Tracer) and np.any(np.asarray(self.up) == 0):
@@ -127,14 +170,14 @@ class Markov(Availability):
         return jnp.zeros(clients, bool)
 
     def draw(
-        self, clients: int, round: Int[Array, ""], memory: Array, key: Key[Array, ""]
-    ) -> tuple[Bool[Array, " n"], Array]:
-        who = jnp.arange(clients)
-        stays = jnp.where(memory, 1 - _of(self.down, who), _of(self.up, who))
-        now = jax.random.bernoulli(key, jnp.where(round == 0, self.rate(who, round), stays))
+        self, clients: int, round: Round, memory: Bool[Array, " n"], key: PRNGKey
+    ) -> tuple[Bool[Array, " n"], Bool[Array, " n"]]:
+        everyone = jnp.arange(clients)
+        stays = jnp.where(memory, 1 - _of(self.down, everyone), _of(self.up, everyone))
+        now = jax.random.bernoulli(key, jnp.where(round == 0, self.rate(everyone, round), stays))
         return now, now
 
-    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+    def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         up, down = _of(self.up, client), _of(self.down, client)
         return up / (up + down)
 
@@ -144,25 +187,37 @@ class Markov(Availability):
 
 
 class DayNight(Availability):
-    """Up with a probability that swings between `night` and `day` once in `period` rounds. Client m
-    is `phase[m]` of a period late; by default clients are spread around the clock, by the golden
-    ratio."""
+    """Each client is up with a probability that follows the time of day.
 
-    day: Any = _chance("day")
-    night: Any = _chance("night")
-    period: Any = eqx.field(converter=scalar("period"), default=24.0)
-    phase: Any = None
+    Args:
+        day: The largest probability; one number or one for each client.
+        night: The smallest probability.
+        period: The number of rounds in a day.
+        phase: By what share of a day each client is late; None to spread clients around the clock
+            by the golden ratio.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> availability = fs.participation.DayNight(day=0.9, night=0.1, period=24)
+        >>> [f"{availability.rate(0, round):.3f}" for round in (0, 6, 12)]
+        ['0.900', '0.500', '0.100']
+    """
+
+    day: Each = eqx.field(converter=_probability("day"))
+    night: Each = eqx.field(converter=_probability("night"))
+    period: Scalar = eqx.field(converter=scalar("period"), default=24.0)
+    phase: Each | list | None = None
 
     def __check_init__(self):
         check_positive("period", self.period)
 
     def draw(
-        self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
+        self, clients: int, round: Round, memory: None, key: PRNGKey
     ) -> tuple[Bool[Array, " n"], None]:
         return jax.random.bernoulli(key, self.rate(jnp.arange(clients), round)), None
 
-    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
-        late = 0.6180339887 * client if self.phase is None else _of(self.phase, client)
+    def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
+        late = 0.6180339887 * client if self.phase is None else _of(jnp.asarray(self.phase), client)
         sun = (1 + jnp.cos(2 * jnp.pi * (round / self.period - late))) / 2
         day, night = _of(self.day, client), _of(self.night, client)
         return night + (day - night) * sun
@@ -174,20 +229,30 @@ class DayNight(Availability):
 
 
 class Trace(Availability):
-    """As recorded: a table of one row a round and one column a client, 1 where it was up. From an
-    array, or from a file (`.npy`, or text with commas). After its last row it begins again."""
+    """Clients are up as recorded in a table of 0 and 1.
+
+    Args:
+        rounds: The table as an array, or the path of a file (`.npy`, or text with commas): a row
+            for each round, a column for each client. After the last row it starts again.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> availability = fs.participation.Trace([[1, 1, 0], [0, 1, 1]])
+        >>> [float(availability.rate(client, round=0)) for client in range(3)]
+        [0.5, 1.0, 0.5]
+    """
 
     rounds: str | Path | Shaped[Array, "..."] | Shaped[np.ndarray, "..."] = eqx.field(
         converter=lambda value: _recorded(value)
     )
 
     def draw(
-        self, clients: int, round: Int[Array, ""], memory: None, key: Key[Array, ""]
+        self, clients: int, round: Round, memory: None, key: PRNGKey
     ) -> tuple[Bool[Array, " n"], None]:
         table = jnp.asarray(self.rounds)
         return table[round % len(table), jnp.arange(clients)], None
 
-    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+    def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         return jnp.mean(jnp.asarray(self.rounds)[:, client], axis=0)
 
     def check(self, clients: int) -> None:
@@ -196,7 +261,8 @@ class Trace(Availability):
             raise InvalidInput(f"The trace has {columns} columns, but there are {clients} clients.")
 
 
-def _recorded(value: Any) -> Any:
+def _recorded(value: object) -> Recorded:
+    """Convert a table or a file to flags."""
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, str | Path):
@@ -207,22 +273,36 @@ def _recorded(value: Any) -> Any:
         table = np.zeros(0)
     if table.ndim != 2 or not table.size or not np.isin(table, (0, 1)).all():
         raise InvalidInput(
-            "A trace is a table of 0 and 1: a row for each round, a column a client."
+            "A trace is a table of 0 and 1: a row for each round, a column for each client."
         )
     return table.astype(bool)
 
 
 class FirstAnswers(Availability):
-    """Stragglers: of those drawn, only the first `count` answers are waited for. A client takes
-    `median`·exp(`spread`·N(0, 1)) seconds for its answer (`median` may be one number for each
-    client), which a clock counts too; `availability` says who is up at all.
+    """Only the first answers of the cohort count; later clients are stragglers.
 
-    Who is late is drawn beforehand, and the late are not asked: nothing is charged for them.
+    A client takes median·exp(spread·N(0, 1)) seconds to answer, which a clock counts too. Latencies
+    are drawn before clients are asked, and stragglers are not asked: they cost no bytes.
+
+    Args:
+        count: How many answers are waited for.
+        median: The median of a client's seconds; one number or one for each client.
+        spread: The standard deviation of the logarithm of the seconds.
+        availability: Which clients are up at all; None for all of them.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> availability = fs.participation.FirstAnswers(2, median=[1.0, 1.0, 50.0, 1.0])
+        >>> cohort, up = jnp.arange(4), jnp.ones(4, bool)
+        >>> int(availability.answering(cohort, up, 4, jax.random.key(0)).sum())
+        2
     """
 
     count: int = eqx.field(static=True)
-    median: Any = eqx.field(converter=lambda value: _numbers(value, "median"), default=1.0)
-    spread: Any = eqx.field(converter=scalar("spread"), default=1.0)
+    median: Each = eqx.field(converter=lambda value: _numbers(value, "median"), default=1.0)
+    spread: Scalar = eqx.field(converter=scalar("spread"), default=1.0)
     availability: Availability | None = eqx.field(
         converter=lambda value: as_availability(value), default=None
     )
@@ -236,26 +316,24 @@ class FirstAnswers(Availability):
         return None if self.availability is None else self.availability.init(clients)
 
     def draw(
-        self, clients: int, round: Int[Array, ""], memory: PyTree, key: Key[Array, ""]
+        self, clients: int, round: Round, memory: PyTree, key: PRNGKey
     ) -> tuple[Bool[Array, " n"], PyTree]:
         if self.availability is None:
             return jnp.ones(clients, bool), None
         return self.availability.draw(clients, round, memory, key)
 
-    def answering(
-        self, cohort: Cohort, up: Flags, clients: int, key: Key[Array, ""]
-    ) -> Bool[Array, " m"]:
+    def answering(self, cohort: Cohort, up: Flags, clients: int, key: PRNGKey) -> Flags:
         latency = jnp.where(up, self.delays(clients, key)[jnp.asarray(cohort)], jnp.inf)
         place = jnp.argsort(jnp.argsort(latency))
         return (place < self.count) & up
 
-    def delays(self, clients: int, key: Key[Array, ""]) -> Float[Array, " n"]:
+    def delays(self, clients: int, key: PRNGKey) -> Float[Array, " n"]:
         noise = jnp.exp(self.spread * jax.random.normal(key, (clients,)))
         return _of(self.median, jnp.arange(clients)) * noise
 
-    def rate(self, client: Any, round: Int[Array, ""]) -> Float[Array, "..."]:
+    def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         raise InvalidInput(
-            "How likely a client is among the first answers depends on who else is drawn."
+            "The probability that a client is among the first answers depends on the cohort."
         )
 
     def check(self, clients: int) -> None:
@@ -264,12 +342,14 @@ class FirstAnswers(Availability):
             self.availability.check(clients)
 
 
-def _numbers(value: Any, name: str) -> Any:
+def _numbers(value: object, name: str) -> Each:
+    """Convert a number, or a list with one for each client."""
     return np.asarray(value, float) if isinstance(value, list | tuple) else scalar(name)(value)
 
 
-def as_availability(value: Any) -> Availability | None:
-    """An availability as the user may give it: a number (or one for each client) is `Bernoulli`."""
+def as_availability(value: object) -> Availability | None:
+    """Convert what a user may give for an availability: a number, or one for each client, means
+    `Bernoulli`."""
     if value is None or isinstance(value, Availability):
         return value
     if isinstance(value, str | bool) or callable(value):

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
+
+from fedsolve.types import Cohort, PRNGKey, Round
 
 
-def sample(
-    key: Key[Array, ""], clients: int, participants: int | None
-) -> Int[Array, " m"] | Int[np.ndarray, " m"]:
-    """`participants` of `clients`, uniformly without replacement; all of them if None.
+def sample(key: PRNGKey, clients: int, participants: int | None) -> Cohort:
+    """Draw clients uniformly without replacement.
 
-    Everyone is a NumPy array, a fact that the runtimes can see: nothing needs to be gathered.
-    A few of many are drawn by Floyd's method, whose cost does not depend on `clients`.
+    All clients together are returned as a NumPy array: the runtimes then know that nothing needs to
+    be gathered. A few of many are drawn by Floyd's method, whose cost does not depend on `clients`.
+
+    Args:
+        key: A random key.
+        clients: The number of clients n.
+        participants: How many to draw; None for all of them.
+
+    Returns:
+        The indices of the clients drawn.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> fs.sample(jax.random.key(0), 1000, 10).shape
+        (10,)
+        >>> fs.sample(jax.random.key(0), 3, None).tolist()
+        [0, 1, 2]
     """
     if participants is None or participants == clients:
         return np.arange(clients, dtype=np.int32)
@@ -25,7 +39,7 @@ def sample(
     last = jnp.arange(clients - participants, clients, dtype=jnp.int32)
     draws = jax.random.randint(key, (participants,), 0, last + 1, dtype=jnp.int32)
 
-    def insert(i: Any, chosen: Int[Array, " m"]) -> Int[Array, " m"]:
+    def insert(i: Round, chosen: Int[Array, " m"]) -> Int[Array, " m"]:
         taken = jnp.any(chosen == draws[i])  # a draw already chosen is replaced by the last one
         return chosen.at[i].set(jnp.where(taken, last[i], draws[i]))
 

@@ -1,67 +1,93 @@
-"""Who is drawn: from weights to a cohort of fixed size.
+"""Selection: drawing a cohort of fixed size from the clients' weights.
 
-| selection | draws | what a drawn client counts |
+| selection | draws | weight of a selected client in the mean |
 |---|---|---|
 | `Everyone` | all clients | its weight |
-| `Random(count)` | uniformly, among those with a weight | its weight |
-| `Top(count)` | the largest weights; ties by lot | its weight |
+| `Random(count)` | uniformly, among those of positive weight | its weight |
+| `Top(count)` | the largest weights; ties are broken at random | its weight |
 | `Cyclic(count)` | in turn: everyone within ⌈n/count⌉ rounds (Scheme 4.1 of FedADMM) | its weight |
-| `Proportional(count)` | by weight, without replacement | the same as the others |
+| `Proportional(count)` | in proportion to the weights, without replacement | equal |
 
-Weights that count are made to sum to 1 over those that answered. With `equal=True` all that are
-drawn count the same, as in the papers that only select.
+Weights in the mean are normalised to sum to 1 over the clients that answered. With `equal=True` all
+selected clients have equal weight, as in the papers that use weights only to select.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import abc
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from fedsolve.fields import check_count
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.weighting import Weights, draw_proportionally
-from fedsolve.types import Cohort
+from fedsolve.types import Cohort, PRNGKey
+
+Turns = tuple[Int[Array, " n"], Int[Array, ""]]  # the order of the clients, and the next position
 
 
 class Selection(eqx.Module):
-    """Draws a cohort. It may remember."""
+    """Base class of selections: rules that draw a cohort from the clients' weights.
+
+    A selection may keep state (`memory`) on the server from round to round.
+    """
 
     def init(self, clients: int) -> PyTree:
-        """What the server remembers for it, before the first round."""
+        """Return the memory before the first round.
+
+        Args:
+            clients: The number of clients n.
+        """
         return None
 
+    @abc.abstractmethod
     def select(
-        self, weights: Weights, clients: int, memory: PyTree, key: Key[Array, ""]
+        self, weights: Weights, clients: int, memory: PyTree, key: PRNGKey
     ) -> tuple[Cohort, PyTree]:
-        """The cohort, and the memory after this. Weights of None are the same for all."""
-        raise NotImplementedError
+        """Draw the cohort of a round.
+
+        Args:
+            weights: The clients' weights; None if all are equal.
+            clients: The number of clients n.
+            memory: The memory before this round.
+            key: A random key.
+
+        Returns:
+            The cohort, and the memory after this round.
+        """
 
     @property
     def size(self) -> int | None:
-        """How many are drawn; None for everyone."""
+        """The size of the cohort; None for all clients."""
         return None
 
     @property
     def counts_equally(self) -> bool:
-        """Whether those drawn count the same, whatever they weigh."""
+        """Whether selected clients have equal weight in the mean, whatever their weights are."""
         return False
 
 
 class Everyone(Selection):
-    """All clients."""
+    """Select all clients.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(0.1, selection=fs.participation.Everyone())
+    """
 
     def select(
-        self, weights: Weights, clients: int, memory: None, key: Key[Array, ""]
+        self, weights: Weights, clients: int, memory: None, key: PRNGKey
     ) -> tuple[Cohort, None]:
         return np.arange(clients, dtype=np.int32), None
 
 
 class _Some(Selection):
+    """Base class of selections of `count` clients."""
+
     count: int = eqx.field(static=True)
     equal: bool = eqx.field(static=True, default=False)
 
@@ -78,11 +104,25 @@ class _Some(Selection):
 
 
 class Random(_Some):
-    """`count` clients, uniformly without replacement; those of weight 0 only if there are too few
-    others."""
+    """Select clients uniformly without replacement.
+
+    Clients of weight 0 are selected only if there are fewer than `count` others.
+
+    Args:
+        count: How many clients are selected.
+        equal: Whether selected clients have equal weight in the mean.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> selection = fs.participation.Random(2)
+        >>> cohort, _ = selection.select(None, 5, None, jax.random.key(0))
+        >>> cohort.shape
+        (2,)
+    """
 
     def select(
-        self, weights: Weights, clients: int, memory: None, key: Key[Array, ""]
+        self, weights: Weights, clients: int, memory: None, key: PRNGKey
     ) -> tuple[Cohort, None]:
         if weights is None:
             return sample(key, clients, min(self.count, clients)), None
@@ -91,10 +131,24 @@ class Random(_Some):
 
 
 class Top(_Some):
-    """The `count` clients of largest weight."""
+    """Select the clients of largest weight; ties are broken at random.
+
+    Args:
+        count: How many clients are selected.
+        equal: Whether selected clients have equal weight in the mean.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> weights = jnp.asarray([0.1, 0.4, 0.2, 0.3])
+        >>> cohort, _ = fs.participation.Top(2).select(weights, 4, None, jax.random.key(0))
+        >>> cohort.tolist()
+        [1, 3]
+    """
 
     def select(
-        self, weights: Weights, clients: int, memory: None, key: Key[Array, ""]
+        self, weights: Weights, clients: int, memory: None, key: PRNGKey
     ) -> tuple[Cohort, None]:
         if weights is None:  # all are tied
             return sample(key, clients, min(self.count, clients)), None
@@ -104,15 +158,30 @@ class Top(_Some):
 
 
 class Proportional(_Some):
-    """`count` clients in proportion to their weights, without replacement. What is drawn by weight
-    then counts the same."""
+    """Select clients in proportion to their weights, without replacement.
+
+    Selected clients have equal weight in the mean, as their weights decided who was selected.
+
+    Args:
+        count: How many clients are selected.
+        equal: Without effect: selected clients always have equal weight.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> weights = jnp.asarray([0.0, 0.5, 0.0, 0.5])
+        >>> cohort, _ = fs.participation.Proportional(2).select(weights, 4, None, jax.random.key(0))
+        >>> sorted(cohort.tolist())
+        [1, 3]
+    """
 
     @property
     def counts_equally(self) -> bool:
         return True
 
     def select(
-        self, weights: Weights, clients: int, memory: None, key: Key[Array, ""]
+        self, weights: Weights, clients: int, memory: None, key: PRNGKey
     ) -> tuple[Cohort, None]:
         if weights is None:
             return sample(key, clients, min(self.count, clients)), None
@@ -120,15 +189,30 @@ class Proportional(_Some):
 
 
 class Cyclic(_Some):
-    """`count` clients in turn, in an order drawn in the first round: between two of its turns a
-    client waits at most s_0 = ⌈n/count⌉ rounds, (21) of FedADMM."""
+    """Select clients in turn, in an order drawn in the first round.
 
-    def init(self, clients: int) -> tuple[Int[Array, " n"], Int[Array, ""]]:
-        return jnp.full(clients, -1, jnp.int32), jnp.int32(0)  # the order, and whose turn it is
+    Between two of its turns a client waits at most s_0 = ⌈n/count⌉ rounds, (21) of FedADMM.
+
+    Args:
+        count: How many clients are selected.
+        equal: Whether selected clients have equal weight in the mean.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax
+        >>> selection, key = fs.participation.Cyclic(2), jax.random.key(0)
+        >>> first, memory = selection.select(None, 4, selection.init(4), key)
+        >>> second, _ = selection.select(None, 4, memory, key)
+        >>> sorted(first.tolist() + second.tolist())
+        [0, 1, 2, 3]
+    """
+
+    def init(self, clients: int) -> Turns:
+        return jnp.full(clients, -1, jnp.int32), jnp.int32(0)
 
     def select(
-        self, weights: Weights, clients: int, memory: Any, key: Key[Array, ""]
-    ) -> tuple[Cohort, Any]:
+        self, weights: Weights, clients: int, memory: Turns, key: PRNGKey
+    ) -> tuple[Cohort, Turns]:
         order, turn = memory
         everyone = jnp.arange(clients, dtype=jnp.int32)
         order = jax.lax.cond(

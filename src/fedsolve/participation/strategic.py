@@ -1,57 +1,49 @@
-"""Strategic clients: what each contributes is its own choice, learned round by round.
+"""Strategic clients: each chooses how much it contributes, and learns it round by round.
 
     N_{i,r+1} = Π[N_{i,r} − γ̃ ∂_{N_i}(c_i − a_i)(N̂_r)],   p_{i,r+1} = N_{i,r+1} / Σ_j N_{j,r+1}
 
-is lines 4, 10 and 12 of IncentFedAvg (`algorithms/incentfedavg.py`), as a weighting for any
-algorithm: clients count by p_{r+1}, and all they do in the round is on ⌈N_{i,r}⌉ of their samples.
-It costs an exchange of its own, which IncentFedAvg saves.
+These are lines 4, 10 and 12 of IncentFedAvg (`algorithms/incentfedavg.py`) as a weighting for any
+algorithm: clients have weight p_{r+1}, and use ⌈N_{i,r}⌉ of their samples in the whole round. It
+takes one more exchange per round than IncentFedAvg.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, DTypeLike, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import Scalar, check_kind, check_positive, scalar
+from fedsolve.fields import Numbers, Scalar, check_kind, check_positive, optional, scalar
 from fedsolve.games import Game
 from fedsolve.games.parts import numbers
 from fedsolve.participation.weighting import Methods, Up, Weighting, normalised
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import counts
+from fedsolve.types import Info, PRNGKey, Vector
 
 Contributions = Float[Array, " m"]
 
 
-def start_field() -> Any:
-    """A field that holds N̂_0, one number for each client; None: the middle of the bounds."""
-    return eqx.field(
-        converter=lambda value: None if value is None else numbers("start", 1)(value), default=None
-    )
-
-
-def first_contributions(game: Game, start: Any, dtype: Any) -> Contributions:
-    """N̂_0, within the bounds."""
+def first_contributions(game: Game, start: Numbers | None, dtype: DTypeLike) -> Contributions:
+    """Return N̂_0, projected onto the bounds."""
     begin = 0.5 * (game.lower + game.upper) if start is None else start
     return game.project(jnp.broadcast_to(jnp.asarray(begin, dtype), (game.players,)))
 
 
-def settling(game: Game) -> dict[str, Any]:
-    """Where contributions settle: at the equilibrium, if the game has one that can be found."""
+def known_limits(game: Game) -> Info:
+    """Return the limit of the contributions: the equilibrium, if one can be computed."""
     try:
         return {"participation": game.equilibrium()}
     except InvalidInput:
         return {}
 
 
-def check_players(game: Game, start: Any, problem: Problem) -> None:
-    """Refuses a game whose players are not the problem's clients."""
+def check_players(game: Game, start: Numbers | None, problem: Problem) -> None:
+    """Raise if the players of a game are not the problem's clients."""
     if game.players != problem.n:
         raise InvalidInput(f"The game has {game.players} players, the problem {problem.n} clients.")
     if start is not None and np.shape(start) not in ((), (problem.n,)):
@@ -59,7 +51,7 @@ def check_players(game: Game, start: Any, problem: Problem) -> None:
     sizes, lower, upper = counts(problem.samples), np.asarray(game.lower), np.asarray(game.upper)
     if (lower < 1).any():
         raise InvalidInput(
-            f"Clients must contribute a sample at least; the lower bound of client "
+            f"Clients must contribute at least one sample; the lower bound of client "
             f"{np.argmin(lower)} is {lower.min():g}."
         )
     if (wrong := np.flatnonzero(np.ceil(upper) > sizes)).size:
@@ -71,22 +63,41 @@ def check_players(game: Game, start: Any, problem: Problem) -> None:
 
 
 class Strategic(Weighting):
-    """Clients as players of a game: gives an algorithm its weights p and, every round anew, random
-    subsets of ⌈N_i⌉ samples. `step_size` is γ̃ (`game.monotonicity().step_size` is the largest that
-    Lemma 4.3 allows), `start` is N̂_0 (the middle of the bounds unless told).
+    """Weight clients by what they choose to contribute, as players of a game.
 
-    A client that does not answer keeps its N. The history's `participation` is N after the round.
+    The weights p are part of the problem: minimise Σ p_i f_i. In every round client i uses a random
+    subset of ⌈N_i⌉ of its samples. A client that does not answer keeps its N. The history has N
+    after each round as `participation`.
+
+    Args:
+        game: The game that the clients play.
+        step_size: γ̃, the step of the clients' choices; `game.monotonicity().step_size` is the
+            largest that Lemma 4.3 allows.
+        start: N̂_0, one number or one for each client; None for the middle of the bounds.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> game = fs.Game(
+        ...     payoff=fs.games.RandomDiscovery([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]),
+        ...     cost=fs.games.LinearCost([0.9, 0.4, 0.9]),
+        ...     lower=1,
+        ...     upper=5,
+        ... )
+        >>> algorithm = fs.FedAvg(0.1, weighting=fs.Strategic(game, step_size=0.1))
+        >>> algorithm.weighting.init(jnp.zeros(2), clients=3).tolist()
+        [3.0, 3.0, 3.0]
     """
 
     game: Game
     step_size: Scalar = eqx.field(converter=scalar("step_size"))
-    start: Any = start_field()
+    start: Numbers | None = eqx.field(converter=optional(numbers("start", 1)), default=None)
 
     def __check_init__(self):
         check_kind("game", self.game, Game)
         check_positive("step_size", self.step_size)
 
-    def init(self, w: Float[Array, " d"], clients: int) -> Contributions:
+    def init(self, w: Vector, clients: int) -> Contributions:
         return first_contributions(self.game, self.start, w.dtype)
 
     def weigh(
@@ -95,7 +106,7 @@ class Strategic(Weighting):
         methods: Methods,
         memory: Contributions,
         up: Up,
-        key: Key[Array, ""],
+        key: PRNGKey,
     ) -> tuple[Float[Array, " n"], Contributions]:
         everyone = fed.everyone
         answers = fed.ask(methods.assess, everyone, memory, when=up)
@@ -106,11 +117,11 @@ class Strategic(Weighting):
     def assess(self, client: Client, message: Contributions) -> Float[Array, ""]:
         return self.game.respond(client.index, message, self.step_size)
 
-    def info(self, memory: PyTree) -> dict[str, Any]:
+    def info(self, memory: Contributions) -> Info:
         return {"participation": memory}
 
-    def limits(self) -> dict[str, Any]:
-        return settling(self.game)
+    def limits(self) -> Info:
+        return known_limits(self.game)
 
     def objective_weights(self, memory: Contributions) -> Contributions:
         return normalised(memory)

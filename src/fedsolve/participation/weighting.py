@@ -1,6 +1,6 @@
-"""Who is wanted: weights over all clients.
+"""Weighting: how much each client is preferred, as weights over all clients.
 
-| weighting | weight of client m, before they are made to sum to 1 | asks clients for |
+| weighting | weight of client m, before normalisation | asks clients for |
 |---|---|---|
 | `Uniform` | 1 | nothing |
 | `DataSize` | n_m | its size, once |
@@ -9,8 +9,8 @@
 | `FOLB` | ⎮⟨∇f_m(w), d⟩⎮, d the previous direction of the server | one number, and d goes down |
 | `GradientNorm` | ‖∇f_m(w)‖ | one number |
 
-Every question is an exchange and is metered like any other. A client that did not answer has weight
-0 in this round (`BANT` remembers what it thought of it).
+Asking clients is an exchange, whose bytes are counted like those of any other. A client that did
+not answer has weight 0 in this round (with `BANT`, the trust it had before).
 
 Papers: Cho et al., "Towards Understanding Biased Client Selection in Federated Learning" (2022);
 Xie et al. (2019), trust by a validation set; Nguyen et al., "Fast-Convergent Federated Learning"
@@ -19,95 +19,157 @@ Xie et al. (2019), trust by a validation set; Nguyen et al., "Fast-Convergent Fe
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Cohort, Info, PRNGKey, Vector
 
-Weights = Float[Array, " n"] | None  # None: the same for all, known before the program runs
-Up = Any  # who can be asked: flags over all clients, or one for all
+Weights = Float[Array, " n"] | None  # None: equal weights, known before the program runs
+Up = Bool[Array, "..."] | Bool[np.ndarray, "..."] | bool  # for each client, or for all
+Sizes = Int[Array, " n"]  # 0: not known yet
+Trust = tuple[Float[Array, " n"], Bool[Array, " n"]]  # trust, and whether the client ever answered
 
 
 class Methods(NamedTuple):
-    """The algorithm's client methods by which a weighting asks."""
+    """The algorithm's client methods that a weighting may ask clients to run."""
 
     assess: Callable
     tell_size: Callable
 
 
 class Weighting(eqx.Module):
-    """Gives every client a weight. It may ask clients, and may remember."""
+    """Base class of weightings: rules that give every client a weight in each round.
 
-    def init(self, w: Float[Array, " d"], clients: int) -> PyTree:
-        """What the server remembers for it, before the first round."""
+    A weighting may ask clients, and may keep state (`memory`) on the server from round to round.
+    """
+
+    def init(self, w: Vector, clients: int) -> PyTree:
+        """Return the memory before the first round.
+
+        Args:
+            w: The initial parameters.
+            clients: The number of clients n.
+        """
         return None
 
+    @abc.abstractmethod
     def weigh(
-        self, fed: Federation, methods: Methods, memory: PyTree, up: Up, key: Key[Array, ""]
+        self, fed: Federation, methods: Methods, memory: PyTree, up: Up, key: PRNGKey
     ) -> tuple[Weights, PyTree]:
-        """The weights, and the memory after this."""
-        raise NotImplementedError
+        """Compute the weights of this round.
+
+        Args:
+            fed: The federation, for asking clients.
+            methods: The client methods to ask for; `methods.assess` runs `assess` on a client.
+            memory: The memory before this round.
+            up: Which clients are available: a flag for each, or one for all.
+            key: A random key.
+
+        Returns:
+            The weights (None for equal ones), and the memory after this round.
+        """
 
     def assess(self, client: Client, message: PyTree) -> PyTree:
-        """On a client: its answer to what `weigh` asks by `methods.assess`."""
+        """Compute, on a client, its reply to `fed.ask(methods.assess, ...)`.
+
+        Args:
+            client: The client.
+            message: What the server sent; left out if nothing was sent.
+
+        Returns:
+            The reply.
+        """
         raise InvalidInput(f"{type(self).__name__} asks clients nothing.")
 
-    def learn(self, memory: PyTree, direction: Float[Array, " d"]) -> PyTree:
-        """The memory after the server moved along `direction` (downhill)."""
+    def learn(self, memory: PyTree, direction: Vector) -> PyTree:
+        """Return the memory after the server stepped.
+
+        Args:
+            memory: The memory after `weigh`.
+            direction: The server's descent direction in this round.
+        """
         return memory
 
-    def info(self, memory: PyTree) -> dict[str, Any]:
-        """What it writes in the history, from the memory after `weigh`."""
+    def info(self, memory: PyTree) -> Info:
+        """Return what to record in the history, from the memory after `weigh`."""
         return {}
 
-    def limits(self) -> dict[str, Any]:
-        """Where what it writes is known to settle."""
+    def limits(self) -> Info:
+        """Return known limits of recorded quantities, by name; plots show them."""
         return {}
 
     def objective_weights(self, memory: PyTree) -> Weights:
-        """p, where the weights are part of the problem, minimise Σ p_m f_m, and not only a way to
-        its solution; None where that is the plain mean."""
+        """Return p if the weights are part of the problem, which is then to minimise Σ p_m f_m.
+
+        None means the plain mean: the weights only help to minimise it.
+        """
         return None
 
     def check(self, problem: Problem) -> None:
-        """Refuses, with a sentence, a problem that it cannot work with."""
+        """Raise if the weighting does not apply to the problem."""
 
 
 class Uniform(Weighting):
-    """Everyone is wanted as much."""
+    """Give all clients the same weight.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(0.1, weighting=fs.participation.Uniform())
+    """
 
     def weigh(
-        self, fed: Federation, methods: Methods, memory: None, up: Up, key: Key[Array, ""]
+        self, fed: Federation, methods: Methods, memory: None, up: Up, key: PRNGKey
     ) -> tuple[None, None]:
         return None, None
 
 
 class DataSize(Weighting):
-    """n_m / n. Sizes are asked for once, of each client when it is first available."""
+    """Weight clients by their number of samples, n_m / n.
 
-    def init(self, w: Float[Array, " d"], clients: int) -> Int[Array, " n"]:
-        return jnp.zeros(clients, jnp.int32)  # 0: not known yet
+    Each client is asked for its size once, when it is first available.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(0.1, weighting="DataSize")
+        >>> algorithm.weighting
+        DataSize()
+    """
+
+    def init(self, w: Vector, clients: int) -> Sizes:
+        return jnp.zeros(clients, jnp.int32)
 
     def weigh(
-        self, fed: Federation, methods: Methods, memory: Array, up: Up, key: Key[Array, ""]
-    ) -> tuple[Weights, Array]:
+        self, fed: Federation, methods: Methods, memory: Sizes, up: Up, key: PRNGKey
+    ) -> tuple[Weights, Sizes]:
         sizes = _learn_sizes(fed, methods, memory, up)
         return normalised(sizes.astype(fed.w.dtype)), sizes
 
 
 class PowerOfChoice(Weighting):
-    """The local loss, among `candidates` clients drawn by data size without replacement; all
-    clients are candidates if None."""
+    """Weight clients by their local loss f_m(w), among candidates drawn by data size.
+
+    Args:
+        candidates: How many candidates are drawn, without replacement; None for all clients.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> weighting = fs.participation.PowerOfChoice(candidates=10)
+        >>> algorithm = fs.FedAvg(
+        ...     0.1, weighting=weighting, selection=fs.participation.Top(3)
+        ... )
+    """
 
     candidates: int | None = static(None)
 
@@ -115,22 +177,22 @@ class PowerOfChoice(Weighting):
         if self.candidates is not None:
             check_count("candidates", self.candidates)
 
-    def init(self, w: Float[Array, " d"], clients: int) -> Int[Array, " n"]:
+    def init(self, w: Vector, clients: int) -> Sizes:
         return jnp.zeros(clients, jnp.int32)
 
     def weigh(
-        self, fed: Federation, methods: Methods, memory: Array, up: Up, key: Key[Array, ""]
-    ) -> tuple[Weights, Array]:
+        self, fed: Federation, methods: Methods, memory: Sizes, up: Up, key: PRNGKey
+    ) -> tuple[Weights, Sizes]:
         n, sizes = fed.clients, memory
-        who: Any = np.arange(n, dtype=np.int32)
+        cohort: Cohort = np.arange(n, dtype=np.int32)
         if self.candidates is not None and self.candidates < n:
             sizes = _learn_sizes(fed, methods, memory, up)
             known = normalised(sizes.astype(fed.w.dtype))
-            who = draw_proportionally(key, known, self.candidates)
-        asked = up if jnp.ndim(up) == 0 else up[who]
-        losses = fed.ask(methods.assess, who, when=asked)
+            cohort = draw_proportionally(key, known, self.candidates)
+        asked = up if isinstance(up, bool) or jnp.ndim(up) == 0 else up[cohort]
+        losses = fed.ask(methods.assess, cohort, when=asked)
         scores = jnp.where(losses.arrived, jnp.maximum(losses.values, 0), 0)
-        return normalised(jnp.zeros(n, scores.dtype).at[who].set(scores)), sizes
+        return normalised(jnp.zeros(n, scores.dtype).at[cohort].set(scores)), sizes
 
     def assess(self, client: Client, message: None = None) -> Float[Array, ""]:
         return client.objective(client.w)
@@ -141,11 +203,19 @@ class PowerOfChoice(Weighting):
 
 
 class BANT(Weighting):
-    """Trust: exp of minus the loss, on validation data that the server holds, of the model that a
-    client proposes, w − step_size·∇f_m(w); smoothed over rounds,
-    trust ← momentum·trust + (1 − momentum)·exp(−loss).
+    """Weight clients by trust: how well the model that a client proposes does on the server's data.
 
-    The data are the problem's `validation`. A client's whole gradient goes up for it.
+    A client proposes w − step_size·∇f_m(w), whose loss on the problem's `validation` data updates
+    its trust: trust ← momentum·trust + (1 − momentum)·exp(−loss). Clients send their gradients.
+
+    Args:
+        step_size: The step of the proposed model.
+        momentum: How much of the previous trust is kept.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> weighting = fs.participation.BANT(step_size=0.05)
+        >>> algorithm = fs.FedAvg(0.1, weighting=weighting)
     """
 
     step_size: Scalar = eqx.field(converter=scalar("step_size"), default=0.1)
@@ -155,12 +225,12 @@ class BANT(Weighting):
         check_positive("step_size", self.step_size)
         check_positive("momentum", self.momentum, zero=True)
 
-    def init(self, w: Float[Array, " d"], clients: int) -> tuple[Array, Array]:
-        return jnp.zeros(clients, w.dtype), jnp.zeros(clients, bool)  # trust, and whether heard
+    def init(self, w: Vector, clients: int) -> Trust:
+        return jnp.zeros(clients, w.dtype), jnp.zeros(clients, bool)
 
     def weigh(
-        self, fed: Federation, methods: Methods, memory: tuple, up: Up, key: Key[Array, ""]
-    ) -> tuple[Weights, tuple]:
+        self, fed: Federation, methods: Methods, memory: Trust, up: Up, key: PRNGKey
+    ) -> tuple[Weights, Trust]:
         trust, known = memory
         answers = fed.ask(methods.assess, fed.everyone, when=up)
         losses = jax.lax.map(lambda v: fed.validate(fed.w - self.step_size * v), answers.values)
@@ -169,7 +239,7 @@ class BANT(Weighting):
         trust = jnp.where(answers.arrived, smooth, trust).astype(trust.dtype)
         return normalised(trust), (trust, known | answers.arrived)
 
-    def assess(self, client: Client, message: None = None) -> Float[Array, " d"]:
+    def assess(self, client: Client, message: None = None) -> Vector:
         return client.grad(client.w)
 
     def check(self, problem: Problem) -> None:
@@ -181,29 +251,42 @@ class BANT(Weighting):
 
 
 class FOLB(Weighting):
-    """How much of a client's gradient lies along the previous step of the server. Before the first
-    step everyone is wanted as much."""
+    """Weight clients by how well their gradient agrees with the server's previous step.
 
-    def init(self, w: Float[Array, " d"], clients: int) -> Float[Array, " d"]:
+    Before the first step all clients have the same weight.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(0.1, weighting="FOLB", selection=fs.participation.Top(3))
+    """
+
+    def init(self, w: Vector, clients: int) -> Vector:
         return jnp.zeros_like(w)
 
     def weigh(
-        self, fed: Federation, methods: Methods, memory: Array, up: Up, key: Key[Array, ""]
-    ) -> tuple[Weights, Array]:
+        self, fed: Federation, methods: Methods, memory: Vector, up: Up, key: PRNGKey
+    ) -> tuple[Weights, Vector]:
         return normalised(_scores(fed, methods, up, memory)), memory
 
-    def assess(self, client: Client, message: Float[Array, " d"]) -> Float[Array, ""]:
+    def assess(self, client: Client, message: Vector) -> Float[Array, ""]:
         return jnp.abs(client.grad(client.w) @ message)
 
-    def learn(self, memory: Array, direction: Float[Array, " d"]) -> Array:
+    def learn(self, memory: Vector, direction: Vector) -> Vector:
         return direction
 
 
 class GradientNorm(Weighting):
-    """‖∇f_m(w)‖ (GNS)."""
+    """Weight clients by the norm of their gradient, ‖∇f_m(w)‖ (GNS).
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(
+        ...     0.1, weighting="GradientNorm", selection=fs.participation.Proportional(3)
+        ... )
+    """
 
     def weigh(
-        self, fed: Federation, methods: Methods, memory: None, up: Up, key: Key[Array, ""]
+        self, fed: Federation, methods: Methods, memory: None, up: Up, key: PRNGKey
     ) -> tuple[Weights, None]:
         return normalised(_scores(fed, methods, up)), None
 
@@ -212,25 +295,29 @@ class GradientNorm(Weighting):
 
 
 def normalised(scores: Float[Array, " n"]) -> Float[Array, " n"]:
-    """Scores made to sum to 1; the same for all where they are all zero."""
+    """Scale scores to sum to 1; if all are zero, return equal weights."""
     total = jnp.sum(scores)
     return jnp.where(total > 0, scores / jnp.where(total > 0, total, 1), 1 / scores.size)
 
 
-def draw_proportionally(
-    key: Key[Array, ""], weights: Float[Array, " n"], count: int
-) -> Int[Array, " m"]:
-    """`count` different clients, one after the other in proportion to the weights of those left
-    (Gumbel top-k). Clients of weight 0 come last."""
+def draw_proportionally(key: PRNGKey, weights: Float[Array, " n"], count: int) -> Int[Array, " m"]:
+    """Draw `count` clients without replacement in proportion to their weights (Gumbel top-k).
+
+    Clients of weight 0 come last.
+    """
     noise = jax.random.gumbel(key, weights.shape, weights.dtype)
     return jax.lax.top_k(jnp.log(weights) + noise, min(count, weights.size))[1].astype(jnp.int32)
 
 
-def _scores(fed: Federation, methods: Methods, up: Up, message: PyTree = None) -> Array:
+def _scores(
+    fed: Federation, methods: Methods, up: Up, message: Vector | None = None
+) -> Float[Array, " n"]:
+    """Ask all clients for a number; it is 0 for those that did not answer."""
     answers = fed.ask(methods.assess, fed.everyone, message, when=up)
     return jnp.where(answers.arrived, answers.values, 0)
 
 
-def _learn_sizes(fed: Federation, methods: Methods, sizes: Array, up: Up) -> Array:
+def _learn_sizes(fed: Federation, methods: Methods, sizes: Sizes, up: Up) -> Sizes:
+    """Ask for the sizes that are not known yet."""
     answers = fed.ask(methods.tell_size, fed.everyone, when=(sizes == 0) & up)
     return jnp.where(answers.arrived, answers.values, sizes)

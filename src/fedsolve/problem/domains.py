@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
-from fedsolve.types import Vector
+from fedsolve.types import Round, Vector
 
 _Bounds = tuple[Int[Array, ""], Int[Array, ""]]  # between which bisection searches
 
@@ -229,7 +229,7 @@ def project_capped(
     def total(tau: Float[Array, ""]) -> Float[Array, ""]:
         return jnp.sum(jnp.clip(weights - tau, 0, most))
 
-    def halve(_: Int[Array, ""], between: _Bounds) -> _Bounds:
+    def halve(_: Round, between: _Bounds) -> _Bounds:
         low, high = between
         middle = (low + high) // 2
         above = total(knots[middle]) >= 1

@@ -16,7 +16,7 @@ from fedsolve.federation.state import SeedWords, State
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.chunks import Spans, until
 from fedsolve.runtimes.evaluation import client_values
-from fedsolve.runtimes.history import History, entry_history, joined
+from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.recording import record_round
 from fedsolve.runtimes.sharding import whole
 from fedsolve.storage.client_store import Pairs, Store
@@ -122,7 +122,8 @@ class RoundByRound(Runtime):
 
     def advance(self, state: State, spans: Spans) -> Advanced:
         """Play the rounds of the spans, and evaluate at their ends where they say so."""
-        entries, rule = [entry_history({}, 0)][:0], self.options.stop
+        entries: list[History] = []
+        rule = self.options.stop
         for start, stop, look in spans.tolist():
             info: Info = {}
             for _ in range(start, stop):
@@ -133,7 +134,7 @@ class RoundByRound(Runtime):
             entries.append(entry_history(entry, stop))
             if rule is not None and bool(rule(entry)):
                 return Advanced(state, joined(entries), True)
-        return Advanced(state, joined(entries) or {"round": np.zeros(0, np.int64)})
+        return Advanced(state, joined(entries) or no_history())
 
 
 def whose(problem: Problem, state: State, quantity: str) -> str:

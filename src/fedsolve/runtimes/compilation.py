@@ -1,4 +1,4 @@
-"""Compiled programs: kept from one process to the next, and ready for many short calls."""
+"""Compiled programs: a cache that outlives the process, and programs for many short calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from jaxtyping import Array, PyTree
 
 
 def keep_compiled_programs() -> None:
-    """Lets this process keep its compiled programs in the user's cache, and find those of earlier
-    ones and of others beside it. A user who chose a folder by JAX's own setting keeps it."""
+    """Switch on JAX's persistent cache of compiled programs, in the user's cache folder.
+
+    A user who chose a folder by JAX's own setting keeps it.
+    """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fedsolve", "programs")
@@ -27,7 +29,7 @@ def keep_compiled_programs() -> None:
 
 
 class _Fixed:
-    """What a program is made for. Its hash is computed once, as it is asked for at every call."""
+    """The static part of a program. Its hash is computed once, as every call asks for it."""
 
     def __init__(self, *parts: Any):
         self.parts, self._hash = parts, hash(parts)
@@ -49,8 +51,11 @@ def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
 
 
 def prepared(function: Callable, *fixed: PyTree) -> Callable:
-    """`function(*fixed, *arguments)` compiled, for many short calls: what is fixed is taken apart
-    once, where `eqx.filter_jit` would do so in each. Arrays in it are arguments of the program."""
+    """Compile `function(*fixed, *arguments)` for many short calls.
+
+    The fixed arguments are flattened once, where `eqx.filter_jit` would do so in each call. Arrays
+    among them are arguments of the program.
+    """
     leaves, structure = jax.tree.flatten(fixed)
     places = tuple(i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray))
     others = tuple(None if i in places else x for i, x in enumerate(leaves))

@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from fedsolve.problem.layout import as_device_array
 
@@ -32,6 +33,6 @@ def precision_of(name: str | None) -> Iterator[np.dtype | None]:
             yield jnp.dtype(name)
 
 
-def numbers_on_device(module: Module, dtype: np.dtype | None) -> Module:
+def numbers_on_device(module: Module, dtype: DTypeLike | None) -> Module:
     """Return an algorithm or options with numbers as arrays: a new value then compiles nothing."""
     return as_device_array(module, dtype)

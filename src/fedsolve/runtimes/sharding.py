@@ -9,8 +9,9 @@ decided by one of them, and the others follow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,6 +21,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
 
+Module = TypeVar("Module", bound=eqx.Module)
 AXIS = "clients"
 SHARED, COPIED = PartitionSpec(AXIS), PartitionSpec()
 
@@ -28,7 +30,7 @@ Devices = int | str | Sequence[jax.Device] | None  # a number, "all", or JAX dev
 
 
 def mesh_of(devices: object) -> Mesh | None:
-    """The devices that a user asked for: how many, "all", or which."""
+    """Return the devices that a user asked for: how many, "all", or which."""
     if devices is None:
         return None
     there = jax.devices()
@@ -52,14 +54,14 @@ def mesh_of(devices: object) -> Mesh | None:
 
 
 def several_processes() -> bool:
-    """Whether this process is one of many."""
+    """Return whether this process is one of several."""
     return jax.process_count() > 1
 
 
 def _specs(tree: PyTree, clients: int, mesh: Mesh) -> PyTree:
-    """Shared where there is one for each client, if devices can have equally many."""
+    """Shard arrays with a row for each client, if the devices can have equally many."""
 
-    def spec(leaf: Any) -> NamedSharding:
+    def spec(leaf: jax.Array | np.ndarray) -> NamedSharding:
         even = np.ndim(leaf) > 0 and np.shape(leaf)[0] == clients and clients % mesh.size == 0
         return NamedSharding(mesh, SHARED if even else COPIED)
 
@@ -71,21 +73,21 @@ def _copied(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def problem_specs(problem: Problem, mesh: Mesh) -> Problem:
-    """Where each of the problem's arrays lies: clients' data are shared out."""
+    """Return where each of the problem's arrays lies: clients' data are sharded."""
     specs = _copied(problem, mesh)
     return _with(specs, samples=_specs(problem.samples, problem.n, mesh))
 
 
 def state_specs(state: State, clients: int, mesh: Mesh) -> State:
-    """Where each array of a run's state lies: clients' states and memories are shared out."""
+    """Return where each array of a state lies: clients' states and memories are sharded."""
     own = _specs((state.clients, state.memory), clients, mesh)
     return _with(_copied(state, mesh), clients=own[0], memory=own[1])
 
 
 def spread(tree: PyTree, specs: PyTree) -> PyTree:
-    """Puts arrays where they belong. Every process has them all, and takes its part."""
+    """Put arrays where they belong. Every process has them all, and takes its part."""
 
-    def place(leaf: Any, sharding: Any) -> Any:
+    def place(leaf: object, sharding: NamedSharding) -> object:
         if not isinstance(leaf, np.ndarray | jax.Array):
             return leaf
         values = np.asarray(leaf)
@@ -95,32 +97,32 @@ def spread(tree: PyTree, specs: PyTree) -> PyTree:
 
 
 def copied(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Puts arrays on every device."""
+    """Copy arrays to every device."""
     return spread(tree, _copied(tree, mesh))
 
 
 def kept(state: State, clients: int, mesh: Mesh | None) -> State:
-    """Inside a program: says that the state lies where it belongs."""
+    """Inside a program, constrain the state to lie where it belongs."""
     if mesh is None:
         return state
     return jax.lax.with_sharding_constraint(state, state_specs(state, clients, mesh))
 
 
 def shared(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Inside a program: says that every device has its part of the leading axis."""
+    """Inside a program, constrain arrays to be sharded on the leading axis."""
     specs = jax.tree.map(lambda _: NamedSharding(mesh, SHARED), tree)
     return jax.lax.with_sharding_constraint(tree, specs)
 
 
 def everywhere(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Inside a program: says that every device has all of it."""
+    """Inside a program, constrain arrays to be copied to every device."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, _copied(tree, mesh))
 
 
 def whole(tree: PyTree) -> PyTree:
-    """On the host: the arrays with the parts of all processes. All must call it."""
+    """Return arrays with the parts of all processes, on the host. All processes must call this."""
     if not several_processes():
         return tree
     from jax.experimental.multihost_utils import process_allgather
@@ -132,7 +134,7 @@ def whole(tree: PyTree) -> PyTree:
 
 
 def anyone(flag: bool) -> bool:
-    """Whether one of the processes says so. All must call it."""
+    """Return whether the flag is set in any process. All processes must call this."""
     if not several_processes():
         return flag
     from jax.experimental.multihost_utils import process_allgather
@@ -141,7 +143,7 @@ def anyone(flag: bool) -> bool:
 
 
 def agreed(*numbers: int) -> tuple[int, ...]:
-    """The first process's numbers, on all of them."""
+    """Return the first process's numbers, in every process."""
     if not several_processes():
         return numbers
     from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -149,9 +151,7 @@ def agreed(*numbers: int) -> tuple[int, ...]:
     return tuple(int(n) for n in broadcast_one_to_all(np.asarray(numbers, np.int32)))
 
 
-def _with(module: Any, **fields: Any) -> Any:
-    import equinox as eqx
-
+def _with(module: Module, **fields: PyTree) -> Module:
     names = list(fields)
     return eqx.tree_at(
         lambda tree: [getattr(tree, name) for name in names],

@@ -45,7 +45,7 @@ class Simulation(Federation):
         def take(leaf: Array) -> Array:
             return leaf if whole else leaf[rows]
 
-        def answer(index: Round, samples: Samples, state: PyTree) -> tuple[PyTree, Reply]:
+        def answer(index: Int[Array, ""], samples: Samples, state: PyTree) -> tuple[PyTree, Reply]:
             moved, reply = exchange.answer(index, samples, state)
             before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
             untouched[:] = [a is b for a, b in zip(before, after, strict=True)]

@@ -12,9 +12,8 @@ answered block by block. Then memory has a block of clients, and the replies of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -45,8 +44,6 @@ from fedsolve.types import Cohort, Info, Reply, Vector
 
 BLOCK = 2**26  # bytes of clients' data that are evaluated in one piece
 
-Place = str | Path | MutableMapping[int, bytes]  # where clients' states are kept
-
 
 class CohortFederation(Simulation):
     """A federation whose problem and state have the rows of one cohort only."""
@@ -75,7 +72,7 @@ class Streamed(RoundByRound):
         problem: Problem,
         algorithm: Algorithm,
         options: RoundOptions,
-        place: Place,
+        place: object,  # a folder or a mutable mapping
         dtype: np.dtype | None,
     ):
         super().__init__(problem, algorithm, options)
@@ -222,8 +219,10 @@ class Streamed(RoundByRound):
     # Clients' states
 
     def _own(self, state: State) -> tuple[PyTree, ...]:
-        """Return what there is for each client. The server's knowledge of what each has seen of w
-        stays in memory where all clients may be asked."""
+        """Return the parts of a state that have a row for each client.
+
+        What each client has seen of w stays in memory where all clients may be asked.
+        """
         own = state.clients, state.memory
         return (*own, state.seen) if self._one_cohort else own
 

@@ -1,27 +1,31 @@
-"""Ctrl-C and its like as a flag that is looked at between two steps.
+"""Signals such as Ctrl-C, caught as a flag.
 
-An exception that arrives in the midst of a compiled program can be swallowed there; a flag cannot.
+An exception raised inside a compiled program can be swallowed there; a flag cannot.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+
+Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 
 class Flag:
-    """Inside its `with` block, the first of these signals only raises the flag; a second one does
-    what it always did. In a thread, where signals cannot be caught, nothing is changed."""
+    """Catches signals in a `with` block: the first one sets the flag, a second one acts as usual.
+
+    In a thread, where signals cannot be caught, nothing is changed.
+    """
 
     def __init__(self, *signals: signal.Signals):
         self.caught: signal.Signals | None = None
         self._signals = signals if threading.current_thread() is threading.main_thread() else ()
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Handler] = {}
 
     def __call__(self) -> bool:
-        """Whether it is raised."""
+        """Return whether a signal was caught."""
         return self.caught is not None
 
     def __enter__(self) -> Flag:

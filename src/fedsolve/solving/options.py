@@ -17,7 +17,6 @@ from fedsolve.fields import check_count, check_kind
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import Devices, mesh_of
-from fedsolve.runtimes.streaming import Place
 from fedsolve.solving.checkpoint import Checkpoint, fingerprint, how_often, load
 from fedsolve.solving.stopping import check_stop, for_problem
 from fedsolve.types import Table
@@ -46,7 +45,7 @@ class Options:
     follow: Mapping[str, Callable] | None = None
     clock: Clock | None = None
     devices: Devices = None
-    store: Place | None = None
+    store: object = None  # a folder or a mutable mapping
 
     def check(self, problem: Problem, algorithm: Algorithm) -> None:
         """Raise if this cannot be run."""
@@ -68,6 +67,8 @@ class Options:
             raise InvalidInput(
                 f"Several devices are for the compiled runtime, not for {self.runtime!r}."
             )
+        if self.followed and self.runtime == "streamed":
+            raise InvalidInput("The streamed runtime follows f, g and the metrics only.")
         how_often("checkpoint_every", self.checkpoint_every)
         algorithm.check(problem)
 

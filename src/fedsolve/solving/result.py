@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import PyTree
@@ -16,29 +16,50 @@ from fedsolve.federation.state import State
 from fedsolve.fields import check_positive
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
+from fedsolve.types import Vector
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # slow imports, and a package above this one
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
     from fedsolve.theory import Certificate
+
+Settings = Mapping[str, object]  # what a sweep changed, by field
+Columns = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Run:
     """The result of `solve`.
 
-    - `params`: the parameters after the last round, in the problem's own structure.
-    - `average`: the averaged parameters, None where the algorithm has none (or none yet).
-    - `history`: by name, one entry for each evaluated round; `round` says which. `objective` and
-      `constraint` are over all clients at the parameters after that round (where clients choose
-      what they count: `weighted_objective`, Σ p_i f_i, is what is minimised); `bytes_up` and
-      `bytes_down` are what all participants sent and received in it, `…_total` since the start;
-      with a clock, `seconds` and `seconds_total` are the time that this would have taken.
-      `messages` counts what devices sent to the server as PPBC's paper does: answers with a vector
-      in them, not those that are a number (a loss, a norm).
-      `messages_both_ways` counts questions and answers. `compression_error`: ‖x − w‖ / ‖x‖, how
-      far the clients' w is from the server's x where the downlink is compressed. `uplink_error`:
-      η‖(1/n) Σ e_j‖ / ‖w‖, how far w would move if clients sent what a biased uplink holds back
-      (where all clients' states are in memory: not streamed, not deployed).
-    - `state`: everything needed to go on from here (`solve(..., resume=run.state)`).
+    Columns of `history` that every run has: `round`; `objective` and `constraint`, over all clients
+    at the parameters after that round (where clients choose what they count, `weighted_objective`,
+    Σ p_i f_i, is what is minimised); `bytes_up` and `bytes_down`, what all participants sent and
+    received in the round; `messages_up` and `messages_down`, answers and questions; `vectors_up`,
+    answers with a vector in them and not only single numbers (a loss, a norm), as PPBC's paper
+    counts communications. `…_total` is since the start. With a clock, `seconds` is the time that
+    the round would have taken. Where they apply: `compression_error`, ‖x − w‖ / ‖x‖, how far the
+    clients' w is from the server's x where the downlink is compressed; `uplink_error`,
+    η‖(1/n) Σ e_j‖ / ‖w‖, how far w would move if clients sent what a biased uplink holds back (not
+    in streamed and deployed runs, where clients' states are elsewhere).
+
+    Args:
+        params: The parameters after the last round, in the problem's own structure.
+        average: The averaged parameters; None where the algorithm has none (or none yet).
+        history: By column, one entry for each evaluated round.
+        state: Everything needed to go on from here (`solve(..., resume=run.state)`).
+        problem: The problem.
+        algorithm: The algorithm.
+        seed: The seed.
+        seconds: How long the run took.
+        settings: Fields that a sweep changed, by name.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.neyman_pearson(clients=4)
+        >>> run = fs.solve(problem, fs.FedAvg(step_size=0.1), rounds=3)
+        >>> run.rounds
+        3
     """
 
     params: PyTree
@@ -49,7 +70,7 @@ class Run:
     algorithm: Algorithm
     seed: int
     seconds: float
-    settings: dict[str, Any]
+    settings: Settings
 
     @classmethod
     def of(
@@ -60,9 +81,11 @@ class Run:
         history: History,
         seed: int,
         seconds: float,
-        settings: dict[str, Any] | None = None,
+        settings: Settings | None = None,
     ) -> Run:
-        def on_host(w: Any) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
+        """Return a run, with its parameters on the host."""
+
+        def on_host(w: Vector | np.ndarray) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
             return problem.layout.unravel(np.asarray(w))
 
         average = algorithm.average(state.server)
@@ -80,7 +103,7 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """How many rounds were done."""
+        """The number of rounds that were played."""
         return int(self.state.round)
 
     @property
@@ -98,9 +121,16 @@ class Run:
     def certificate(
         self, optimum: float | int | None = None, accuracy: float = 1e-6
     ) -> Certificate:
-        """What the theorem behind the algorithm promised (`FedSGM.from_theory`), beside what was
-        reached: f(w̄) − f* and g(w̄). f* is `optimum`, else the problem's own, else a reference
-        solution to `accuracy`, for which f and g must be convex."""
+        """Compare what a theorem promised (`FedSGM.from_theory`) with what was reached.
+
+        Args:
+            optimum: f*; by default the problem's own, else that of a reference solution, for which
+                f and g must be convex.
+            accuracy: The accuracy of the reference solution.
+
+        Returns:
+            f(w̄) − f* and g(w̄), and their bounds.
+        """
         from fedsolve.theory import certificate
 
         return certificate(self, optimum=optimum, accuracy=accuracy)
@@ -111,18 +141,37 @@ class Run:
         against: str = "round",
         panels: Sequence[str] | None = None,
         width: float | int | None = None,
-        style: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Objective and constraint, or the entries of the history that `panels` names (`"switch"`,
-        `"compression_error"`, `"cohort"`, …), against rounds (or `"seconds_total"`,
-        `"bytes_up_total"`), as a matplotlib figure so many inches wide; saved if a path is given,
-        as vectors if that ends in .pdf. `style` are matplotlib's own settings:
-        `{"font.family": "serif", "font.size": 8}`."""
+        style: Mapping[str, object] | None = None,
+    ) -> Figure:
+        """Plot columns of the history.
+
+        Args:
+            path: Where to save the figure; as vectors if it ends in .pdf.
+            against: The horizontal axis: `"round"`, `"seconds_total"`, `"bytes_up_total"`, …
+            panels: Columns to show (`"switch"`, `"compression_error"`, `"cohort"`, …); by default
+                objective and constraint.
+            width: The width in inches.
+            style: Settings of matplotlib: `{"font.family": "serif", "font.size": 8}`.
+
+        Returns:
+            The matplotlib figure.
+        """
         return _plot({"": [self]}, path, against, panels, width, style)
 
 
 class Sweep:
-    """The result of `sweep`: `runs`, and `table`, tidy, with one row for each run."""
+    """The result of `sweep`: `runs`, and `table`, tidy, with one row for each run.
+
+    Args:
+        runs: The runs.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.neyman_pearson(clients=4)
+        >>> swept = fs.sweep(problem, fs.FedAvg(0.1), rounds=2, step_size=[0.1, 0.2])
+        >>> list(swept.table["step_size"])
+        [0.1, 0.2]
+    """
 
     def __init__(self, runs: list[Run]):
         self.runs = runs
@@ -134,12 +183,12 @@ class Sweep:
         return self.runs[index]
 
     @property
-    def table(self) -> Any:
+    def table(self) -> DataFrame:
         """A pandas table: settings and seed, then the last entry of everything in the history."""
         return self._frame(lambda history: {k: v[-1:] for k, v in history.items()})
 
     @property
-    def history(self) -> Any:
+    def history(self) -> DataFrame:
         """A pandas table of every entry of every run: settings, seed, round, values."""
         return self._frame(lambda history: history)
 
@@ -149,9 +198,21 @@ class Sweep:
         against: str = "round",
         panels: Sequence[str] | None = None,
         width: float | int | None = None,
-        style: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Mean and band over seeds of every combination, as `Run.plot` shows a run."""
+        style: Mapping[str, object] | None = None,
+    ) -> Figure:
+        """Plot means and bands over seeds, one line for each combination of settings.
+
+        Args:
+            path: Where to save the figure; as vectors if it ends in .pdf.
+            against: The horizontal axis: `"round"`, `"seconds_total"`, `"bytes_up_total"`, …
+            panels: Columns to show (`"switch"`, `"compression_error"`, `"cohort"`, …); by default
+                objective and constraint.
+            width: The width in inches.
+            style: Settings of matplotlib: `{"font.family": "serif", "font.size": 8}`.
+
+        Returns:
+            The matplotlib figure.
+        """
         groups: dict[str, list[Run]] = {}
         for run in self.runs:
             label = ", ".join(f"{name} = {value}" for name, value in run.settings.items())
@@ -161,7 +222,7 @@ class Sweep:
     def __repr__(self) -> str:
         return repr(self.table)
 
-    def _frame(self, choose: Any) -> Any:
+    def _frame(self, choose: Callable[[History], Columns]) -> DataFrame:
         labels = [{k: _label(v) for k, v in run.settings.items()} for run in self.runs]
         return tidy(list(zip(labels, self.runs, strict=True)), choose)
 
@@ -172,8 +233,8 @@ def _plot(
     against: str,
     panels: Sequence[str] | None,
     width: float | int | None,
-    style: Mapping[str, Any] | None,
-) -> Any:
+    style: Mapping[str, object] | None,
+) -> Figure:
     from matplotlib import rcParams
 
     from fedsolve.plots import USUAL, plot
@@ -193,9 +254,13 @@ def _plot(
     return plot(groups, path, panels or USUAL, against=against, width=width, style=style)
 
 
-def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:
-    """Runs as one pandas table: labels, seed, and the chosen entries of the histories. If a run of
-    them diverged, `diverged` says in which round."""
+def tidy(
+    labelled: Sequence[tuple[Settings, Run]], choose: Callable[[History], Columns] = dict
+) -> DataFrame:
+    """Return runs as one table: labels, seed, and the chosen entries of the histories.
+
+    If some run diverged, the column `diverged` says in which round.
+    """
     import pandas as pd
 
     frames = []
@@ -207,13 +272,13 @@ def tidy(labelled: list[tuple[dict[str, Any], Run]], choose: Any = dict) -> Any:
     return pd.concat(frames, ignore_index=True)
 
 
-def frame(labels: dict[str, Any], seed: int, entries: History) -> Any:
-    """Entries of a history that are numbers, as rows of a pandas table."""
+def frame(labels: Settings, seed: int, entries: Columns) -> DataFrame:
+    """Return the entries of a history that are numbers, as rows of a table."""
     import pandas as pd
 
     numbers = {k: v for k, v in entries.items() if v.ndim == 1}
-    return pd.DataFrame(labels | {"seed": seed} | numbers)
+    return pd.DataFrame({**labels, "seed": seed, **numbers})
 
 
-def _label(value: Any) -> Any:
+def _label(value: object) -> int | float | str | bool:
     return value if isinstance(value, int | float | str | bool) else str(value)

@@ -33,7 +33,7 @@ from fedsolve.runtimes.sharding import (
     spread,
 )
 from fedsolve.runtimes.simulation import Compiled
-from fedsolve.runtimes.streaming import Place, Streamed
+from fedsolve.runtimes.streaming import Streamed
 from fedsolve.solving.checkpoint import Checkpoint, Checkpoints, exists, fingerprint
 from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
@@ -61,7 +61,7 @@ def solve(
     follow: Mapping[str, Callable] | None = None,
     clock: Clock | None = None,
     devices: Devices = None,
-    store: Place | None = None,
+    store: object = None,
 ) -> Run:
     """Run an algorithm on a problem for a number of rounds, or until a rule ends the run.
 
@@ -240,7 +240,7 @@ def _beginning(
     # A last evaluation between the others would not be there with more rounds.
     rounds = history["round"]
     kept = (rounds % options.evaluate_every == 0) | (rounds == options.rounds)
-    history = {name: values[kept] for name, values in history.items()}
+    history = History({name: values[kept] for name, values in history.items()})
     if options.progress is not None:
         options.progress(saved.round, options.rounds, history)
     return runtime.place(state), [history]

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
@@ -165,7 +165,8 @@ class _Grid:
         for row, index in enumerate(members):
             settings, changed, seed, number = self._cells[index]
             done = np.append(np.flatnonzero(ends[:, row]) + 1, len(history["round"]))[0]
-            own = {k: (v if k == "round" else v[:, row])[:done] for k, v in history.items()}
+            columns = {k: v if k == "round" else v[:, row] for k, v in history.items()}
+            own = History({name: values[:done] for name, values in columns.items()})
             last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
             problem = self._problems[number]
             self._runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
@@ -199,9 +200,9 @@ def _advance_all(
     problem: Problem,
     algorithms: Algorithm,
     state: State,
-    spans: Spans,
+    spans: Int[Array | np.ndarray, "_ 3"],
     options: RoundOptions,
-    stopped: Bool[np.ndarray, " members"],
+    stopped: Bool[Array | np.ndarray, " members"],
 ) -> tuple[State, Info]:
     def one(algorithm: Algorithm, state: State, stopped: Flag) -> tuple[State, Info]:
         # Without a rule all runs go through the same rounds.

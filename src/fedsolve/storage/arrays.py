@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+
+from fedsolve.types import Table
 
 HEAD = 2**20  # bytes allowed for the head and the arrays' names
 TYPES = {"BOOL": np.dtype("?")} | {  # safetensors' words for them
@@ -25,23 +26,23 @@ WORDS = {dtype: word for word, dtype in TYPES.items()}
 
 
 class Refused(Exception):
-    """Bytes that are not what was expected; the message says why."""
+    """Raised for bytes that are not what was expected; the message says why."""
 
 
-def encode(head: dict[str, Any], arrays: dict[str, PyTree]) -> bytes:
-    """The head, and trees of arrays by name. Each array is copied once, to its place."""
+def encode(head: Table, arrays: dict[str, PyTree]) -> bytes:
+    """Encode a head, and trees of arrays by name. Each array is copied once."""
     return b"".join(parts(head, arrays))
 
 
-def parts(head: dict[str, Any], arrays: dict[str, PyTree]) -> list[bytes | memoryview]:
-    """The same bytes in parts, nothing copied."""
+def parts(head: Table, arrays: dict[str, PyTree]) -> list[bytes | memoryview]:
+    """Return the same bytes in parts, without a copy."""
     flat = [
         (f"{name}.{number}", _plain(np.asarray(leaf)))
         for name, tree in arrays.items()
         for number, leaf in enumerate(jax.tree.leaves(tree))
     ]
     flat.sort(key=lambda item: -item[1].itemsize)  # so that each begins at a multiple of its width
-    table: dict[str, Any] = {"__metadata__": {"head": json.dumps(head)}}
+    table: Table = {"__metadata__": {"head": json.dumps(head)}}
     end = 0
     for name, array in flat:
         start, end = end, end + array.nbytes
@@ -55,9 +56,16 @@ def parts(head: dict[str, Any], arrays: dict[str, PyTree]) -> list[bytes | memor
     ]
 
 
-def decode(data: Any, most: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The head and the flat arrays of bytes that hold at most so many bytes of arrays. None is for
-    what this machine wrote itself, which may be of any size. The arrays lie in these bytes."""
+def decode(data: object, most: int | None) -> tuple[Table, dict[str, np.ndarray]]:
+    """Decode the head and the flat arrays of `encode`. The arrays are views of the bytes.
+
+    Args:
+        data: The bytes.
+        most: The most bytes of arrays that can be right; None for data that this machine wrote.
+
+    Raises:
+        Refused: If the bytes are malformed or too many.
+    """
     if not isinstance(data, bytes):
         raise Refused(f"not bytes but {type(data).__name__}")
     if most is not None and len(data) > most + HEAD:
@@ -76,8 +84,8 @@ def decode(data: Any, most: int | None) -> tuple[dict[str, Any], dict[str, np.nd
     return head, arrays
 
 
-def _arrays(data: bytes, begin: int, table: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Those of the table, which must fill the bytes from there on without gap or overlap."""
+def _arrays(data: bytes, begin: int, table: Table) -> dict[str, np.ndarray]:
+    """Return the arrays of the table, which must fill the bytes without gap or overlap."""
     found, here = {}, 0
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, end) = TYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -99,9 +107,19 @@ def take(
     template: PyTree,
     rows: int | None = None,
     finite: bool = True,
-) -> Any:
-    """The tree of that name, if it is exactly what the template says (with so many rows in front),
-    and finite where that is asked for."""
+) -> PyTree:
+    """Take the tree of a name out of the arrays, if it is what the template says.
+
+    Args:
+        arrays: Flat arrays by name; those of the tree are removed.
+        name: The name.
+        template: A tree of arrays or shapes.
+        rows: The length of one more axis in front.
+        finite: Whether all numbers must be finite.
+
+    Raises:
+        Refused: If an array is missing, or differs in shape or type, or is not finite.
+    """
     leaves, structure = jax.tree.flatten(template)
     found = []
     for number, leaf in enumerate(leaves):
@@ -119,8 +137,8 @@ def take(
     return jax.tree.unflatten(structure, found)
 
 
-def in_order(rows: np.ndarray) -> Any:
-    """Numbers of rows; as a slice where they follow one another, which picks without a copy."""
+def in_order(rows: np.ndarray) -> np.ndarray | slice:
+    """Return rows' numbers, as a slice where they are consecutive: it picks without a copy."""
     count = len(rows)
     if count and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[0]) + count)
@@ -128,20 +146,20 @@ def in_order(rows: np.ndarray) -> Any:
 
 
 def nothing_left(arrays: dict[str, np.ndarray]) -> None:
-    """Refuses arrays that nobody took."""
+    """Raise if there are arrays that nobody took."""
     if arrays:
         raise Refused(f"it has arrays that do not belong: {', '.join(sorted(arrays))[:100]}")
 
 
 def size_of(template: PyTree) -> int:
-    """Bytes of a tree's arrays."""
+    """Return the bytes of a tree's arrays."""
     return sum(
         int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(template)
     )
 
 
 def _plain_type(dtype: np.dtype) -> np.dtype:
-    """Small floats travel as whole numbers of their width, which every reader knows."""
+    """Return the type as which an array is stored: unsigned integers for small floats."""
     return dtype if dtype.kind in "biuf" and dtype.isbuiltin else np.dtype(f"u{dtype.itemsize}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -13,10 +14,12 @@ from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.domains import WholeSpace
-from fedsolve.solving.result import Run
 from fedsolve.theory.fedsgm import constants
 from fedsolve.theory.gradients import totals
 from fedsolve.theory.reference import optimum as reference
+
+if TYPE_CHECKING:
+    from fedsolve.solving.result import Run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Penalty FedAvg and IPP-ConEx against transcriptions, special cases and true optima; pooling."""
+"""Penalty FedAvg and IPP-ConEx against transcriptions, special cases and true optima."""
 
 import cvxpy as cp
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedsolve as fs
-from fedsolve.runtimes.evaluation import evaluate
 from tests.support import examples, oracles
 from tests.support.trajectories import trajectory
 
@@ -21,9 +19,6 @@ def optimum(problem, tolerance):
     program = cp.Problem(cp.Minimize(f), [g <= tolerance])
     program.solve(solver=cp.CLARABEL)
     return w.value, float(program.value), float(program.constraints[0].dual_value)
-
-
-# Penalty FedAvg
 
 
 def test_penalty_follows_the_transcription():
@@ -71,9 +66,6 @@ def test_penalty_is_exact_above_the_multiplier_and_infeasible_below():
     assert found[0.5].history["constraint"][-1] > 0.1
     assert abs(found[2.0].history["constraint"][-1]) < 5e-3
     assert found[2.0].history["objective"][-1] == pytest.approx(value, abs=5e-3)
-
-
-# IPP-ConEx
 
 
 def centralized(problem):
@@ -126,44 +118,6 @@ def test_conex_reaches_the_constrained_optimum():
 def test_conex_needs_a_constraint():
     with pytest.raises(fs.InvalidInput, match="IPPConEx is for problems with a constraint"):
         fs.solve(examples.least_squares(constrained=False), fs.IPPConEx(0.1), rounds=1)
-
-
-# Pooling
-
-
-def test_pooled_clients_are_one():
-    problem = fs.problems.neyman_pearson(clients=20)
-    whole = problem.pooled()
-    assert whole.n == 1
-    assert whole.samples.values["majority"].shape == (1, 280, 30)
-    w = 0.1 * jnp.ones(30)
-    one, many = (evaluate(p.on_device(), w) for p in (whole, problem))
-    for name in ("objective", "constraint"):  # clients are of one size
-        assert float(one[name]) == pytest.approx(float(many[name]), rel=1e-6)
-
-
-def test_pooling_leaves_padding_behind():
-    rng = np.random.default_rng(0)
-    clients = [{"x": rng.standard_normal((n, 2)), "y": rng.standard_normal(n)} for n in (3, 5)]
-    problem = fs.Problem(
-        lambda w, data: np.float32(0.5) * ((data["x"] @ w - data["y"]) ** 2).mean(),
-        fs.stack_clients(clients),
-        np.ones(2),
-    )
-    whole = problem.pooled()
-    np.testing.assert_array_equal(
-        whole.samples.values["x"][0], np.concatenate([c["x"] for c in clients])
-    )
-    assert whole.samples.mask.shape == (1, 8)
-    assert whole.samples.mask.all()
-    found = evaluate(whole.on_device(), jnp.ones(2))["objective"]
-    residual = np.concatenate([c["x"].sum(axis=1) - c["y"] for c in clients])
-    assert float(found) == pytest.approx(0.5 * np.mean(residual**2), rel=1e-6)
-
-
-def test_one_value_a_client_cannot_be_pooled():
-    with pytest.raises(fs.InvalidInput, match="Only samples can be pooled"):
-        examples.least_squares().pooled()
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 
 import fedsolve as fs
 from fedsolve.flare.journal import read
-from fedsolve.flare.roster import Link, TooFew
+from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.server import saved_run, serve
-from fedsolve.flare.site import Share
+from fedsolve.flare.site import SiteClients
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import decode, encode, take
@@ -51,7 +51,7 @@ def share_of(home, site):
     first, count = SITES.get(site, EVERYONE)
     data = {k: v[first : first + count] for k, v in whole.samples.values.items()}
     part = fs.Problem(examples.quadratic, data, whole.params, examples.half_space)
-    return Share(home / site, part, ALGORITHM, 0, "float64")
+    return SiteClients(home / site, part, ALGORITHM, 0, "float64")
 
 
 def site_process(home, site):
@@ -111,7 +111,7 @@ def server_process(home, attempt):
                 found[site] = error
         return found
 
-    class Recording(Link):
+    class Recording(Roster):
         def ask(self, round, number, clients, message, w):
             if number == 0 and not hasattr(self, "doomed"):
                 self.doomed = attempt < SERVER_KILLS
@@ -168,7 +168,7 @@ def test_nothing_is_lost_by_processes_that_are_killed(tmp_path, capsys):
     computing and answering, the server SIGKILLed at random moments: parameters and residuals are
     those of a simulation with the same arrivals."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["test_flare_processes"])
+    context.set_forkserver_preload([__name__])
     (tmp_path / "server").mkdir()
     sites, deaths, attempts, killed = {}, 0, 0, 0
     server, end = None, time.monotonic() + 400

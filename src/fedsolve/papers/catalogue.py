@@ -1,0 +1,150 @@
+"""The catalogue of the papers' figures and tables (`papers.toml`), and what they cost.
+
+An entry says what a figure shows, which experiments it consists of, what they cost, what to measure
+and draw, what the paper says, and what was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from fedsolve import plots
+from fedsolve.errors import InvalidInput
+from fedsolve.experiments import config
+from fedsolve.experiments.registry import check_known
+from fedsolve.fields import check_count
+from fedsolve.types import Table
+
+STATES = ("whole", "in part", "other data", "settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A figure or table of a paper.
+
+    - `state`: `whole`; `in part`; `other data` than the paper's; `settings`, a table of settings
+      with nothing to run. `note` says what is missing, or where the settings are.
+    - `set` changes keys of the experiments, `variants` selects some of them; `quick` has both for
+      the small version, and its minutes.
+    - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` if it needs a GPU.
+    - `picture`: `curves`, `trade-off`, or `rounds` (until a rule stopped the run).
+    - `band`: the half-width of bands in standard deviations; None: from the least to the greatest.
+    - `columns` are measures (see `reproduce.measured`), `paper` its own numbers by variant and
+      measure.
+    - `claims` are pairs: what the paper says of it, and what was found, in bold where the two
+      differ.
+    """
+
+    name: str
+    shows: str
+    state: str = "whole"
+    note: str = ""
+    experiments: Sequence[str] = ()
+    set: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    variants: Sequence[str] = ()
+    quick: Table = dataclasses.field(default_factory=dict)
+    minutes: float | int = 0.0
+    gpu_minutes: float | int = 0.0
+    picture: str = "curves"
+    panels: Sequence[str] = plots.USUAL
+    lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    band: float | None = None
+    columns: Sequence[str] = ()
+    paper: Mapping[str, Mapping[str, float | int]] = dataclasses.field(default_factory=dict)
+    claims: Sequence[Sequence[str]] = ()
+
+    @property
+    def paper_of(self) -> str:
+        """The name of the entry's paper."""
+        return self.name.partition("/")[0]
+
+
+@functools.cache
+def papers() -> dict[str, Table]:
+    """Return the tables of `papers.toml`, by paper."""
+    text = resources.files("fedsolve.papers").joinpath("papers.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def catalogue() -> dict[str, Entry]:
+    """Return every figure and table, by name."""
+    return {
+        f"{paper}/{figure}": Entry(
+            name=f"{paper}/{figure}", **(table | {"quick": _quick(figures, table)})
+        )
+        for paper, figures in papers().items()
+        for figure, table in figures.items()
+        if figure.startswith(("figure-", "table-"))
+    }
+
+
+def _quick(paper: Table, figure: Table) -> Table:
+    """Return a figure's small version: that of its paper, with its own changes."""
+    usual, own = paper.get("quick", {}), figure.get("quick", {})
+    return usual | own | {"set": usual.get("set", {}) | own.get("set", {})}
+
+
+def find(name: str) -> Entry:
+    """Return the figure or table of that name; raise if it has nothing to run."""
+    entries = catalogue()
+    check_known(name, entries, "figure or table")
+    if not entries[name].experiments:
+        raise InvalidInput(f"There is nothing to run for {name}: {entries[name].note}")
+    return entries[name]
+
+
+def tables(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[str, Table]:
+    """Return the configurations of a figure's experiments, by name."""
+    changes = dict(entry.set) | (entry.quick["set"] if quick else {})
+    chosen = (quick and entry.quick.get("variants")) or entry.variants
+    found = {}
+    for name in entry.experiments:
+        table = config.read(name)
+        for key, value in changes.items():
+            table = config.with_key(table, key, value)
+        if chosen:
+            table["variants"] = {v: table["variants"][v] for v in chosen if v in table["variants"]}
+        own = table["run"].pop("seed", 0)
+        table["run"].setdefault("seeds", [own])
+        if seeds is not None:
+            check_count("seeds", seeds)
+            table["run"]["seeds"] = list(range(seeds))
+        found[name] = table
+    return found
+
+
+def minutes(entry: Entry, quick: bool = False, seeds: int | None = None) -> float | int:
+    """Estimate the time on 2 cores."""
+    usual = entry.quick["minutes"] if quick else entry.minutes
+    if seeds is None:
+        return usual
+    return usual * seeds / len(next(iter(tables(entry, quick).values()))["run"]["seeds"])
+
+
+def costs(entry: Entry) -> tuple[str, str, str]:
+    """Return the cost in words: quick, full, and on a GPU if it needs one."""
+    if not entry.experiments:
+        return "", "", ""
+    gpu = duration(entry.gpu_minutes) if entry.gpu_minutes else ""
+    return duration(entry.quick["minutes"]), duration(entry.minutes), gpu
+
+
+def duration(minutes: float | int) -> str:
+    """Return a number of minutes in words."""
+    if minutes < 1:
+        return f"{max(round(60 * minutes), 1)} s"
+    if minutes < 90:
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.0f} h" if minutes < 48 * 60 else f"{minutes / 1440:.0f} days"
+
+
+def changes(entry: Entry, quick: bool) -> Table:
+    """Return the settings that the small version changes."""
+    if not quick:
+        return {}
+    chosen = {"variants": len(entry.quick["variants"])} if "variants" in entry.quick else {}
+    return dict(entry.quick["set"]) | chosen
