@@ -77,6 +77,14 @@ class Experiment:
         instances: The problem's table of each variant if every seed is another instance of the
             problem (`run.instances`), else None.
         allowed: The `module:name`s that may be imported; None allows any.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> config = fs.experiments.read("neyman-pearson")
+        >>> experiment = fs.experiments.resolve("neyman-pearson", config)
+        >>> problem, algorithm = experiment.cell("", seed=0)
+        >>> problem.n, type(algorithm).__name__
+        (20, 'FedSGM')
     """
 
     name: str

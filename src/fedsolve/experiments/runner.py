@@ -34,6 +34,16 @@ class Result:
         message: Why the runs ended early; empty if they finished.
         unsaved: Why the results could not be written to the folder; empty if they were.
         untracked: What trackers did not get, a sentence for each.
+
+    Example:
+        >>> import tempfile
+        >>> import fedsolve as fs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = fs.experiments.run(
+        ...         "neyman-pearson", rounds=2, settings={"run.seeds": [0, 1]}, out=folder
+        ...     )
+        >>> result.status, [run.seed for run in result.runs[""]]
+        ('finished', [0, 1])
     """
 
     runs: dict[str, list[Run]]
