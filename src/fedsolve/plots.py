@@ -124,7 +124,8 @@ def plot(
 
 def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
     """Where runs end: objective against constraint, each the mean over a run's last fifth, a point
-    a run."""
+    a run.
+    """
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
@@ -156,7 +157,8 @@ def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
 def effort(groups: Groups, path: str | Path | None = None) -> Any:
     """How many rounds runs took until a rule stopped them, where labels are of the form
     "FedADMM: k_0 = 5": a curve for each word before the colon, the median over runs (and the band
-    from the least to the greatest) against the number after it."""
+    from the least to the greatest) against the number after it.
+    """
     from matplotlib.figure import Figure
     from matplotlib.style import context
     from matplotlib.ticker import LogLocator
@@ -252,7 +254,8 @@ def participation(
     cohorts: np.ndarray, rounds: np.ndarray
 ) -> tuple[Int[np.ndarray, " bins"], Float[np.ndarray, "bins clients"]]:
     """Bins of rounds, each by its last one, and the share of its rounds in which each client took
-    part; a row of `cohorts` names the clients of a round, -1 nobody."""
+    part; a row of `cohorts` names the clients of a round, -1 nobody.
+    """
     clients, step = int(cohorts.max(initial=0)) + 1, math.ceil(len(cohorts) / BINS)
     parts = [cohorts[k : k + step] for k in range(0, len(cohorts), step)]
     shares = [np.bincount(p[p >= 0], minlength=clients) / len(p) for p in parts]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -30,20 +29,41 @@ from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_count, check_positive, scalar
-from fedsolve.games.parts import Numbers, Part, Players, PrivacyCost, Sum, as_part, numbers
+from fedsolve.games.parts import (
+    Index,
+    Numbers,
+    Part,
+    Players,
+    PrivacyCost,
+    Sum,
+    as_part,
+    numbers,
+)
+from fedsolve.types import ArrayLike
 
 GRID, GOLDEN = 33, 45  # deviations tried, then steps of a golden-section search around the best
-PROBES = 8  # points of the box at which a game that is not affine is looked at
-Profile = Float[np.ndarray, " m"]
+PROBES = 8  # points of the box at which the Jacobian of a game that is not affine is evaluated
+Profile = Float[np.ndarray, " m"]  # the players' contributions, on the host
 
 
 @dataclasses.dataclass(frozen=True)
 class Monotonicity:
     """μ_F and L_F of a game: (F(N) − F(M))·(N − M) ≥ μ‖N − M‖², ‖F(N) − F(M)‖ ≤ L‖N − M‖.
 
-    `exact` for a game of parts that are known to be affine (`Part.affine`). Otherwise, and so for
-    every function that a user wrote, they are estimates, the least and the greatest over that many
-    `probes` of the box: the true μ can only be smaller and the true L only greater.
+    They are exact for a game whose parts are all known to be affine (`Part.affine`). Otherwise,
+    as for every function that a user wrote, they are estimates from some points of the box: the
+    true μ can only be smaller and the true L only greater.
+
+    Args:
+        strong: μ_F.
+        lipschitz: L_F.
+        exact: Whether both are exact.
+        probes: The number of points at which the Jacobian was evaluated.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.games.Monotonicity(strong=0.5, lipschitz=1.0, exact=True, probes=1).step_size
+        0.5
     """
 
     strong: float
@@ -53,17 +73,36 @@ class Monotonicity:
 
     @property
     def step_size(self) -> float:
-        """μ_F / L_F², the largest step of Lemma 4.3."""
+        """The largest step size of Lemma 4.3, μ_F / L_F²."""
         return self.strong / self.lipschitz**2 if self.strong > 0 else 0.0
 
 
 class Game(eqx.Module):
     """A game of data participation.
 
-    - `payoff(N)` and `cost(N)`: differentiable functions of all players' contributions that give
-      one number for each player; ready ones are in `fs.games`. None for none.
-    - `lower`, `upper`: each player's bounds; one number for all, or one for each.
-    - `regularization`: λ, added as (λ/2) N_i² to every player's loss.
+    Args:
+        payoff: a(N): a part such as `RandomDiscovery`, or a differentiable function of all
+            players' contributions that returns one number for each player; None for zero.
+        cost: c(N), in the same form.
+        lower: N^min, one number for all players or one for each.
+        upper: N^max, likewise.
+        regularization: λ, which adds (λ/2) N_i² to every player's loss.
+
+    Raises:
+        InvalidInput: If the numbers of players differ or are unknown, the bounds are not
+            0 ≤ lower ≤ upper, or payoff or cost do not return one number for each player.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> game = fs.Game(
+        ...     payoff=fs.games.RandomDiscovery([[0.5, 0.5], [1.0, 0.0]]),
+        ...     cost=fs.games.LinearCost([0.25, 0.75]),
+        ...     lower=1,
+        ...     upper=[4, 2],
+        ...     regularization=0.1,
+        ... )
+        >>> game.equilibrium().round(3).tolist()
+        [2.5, 2.0]
     """
 
     payoff: Part
@@ -74,11 +113,11 @@ class Game(eqx.Module):
 
     def __init__(
         self,
-        payoff: Any,
-        cost: Any,
-        lower: Any,
-        upper: Any,
-        regularization: Any = 0.0,
+        payoff: object,
+        cost: object,
+        lower: ArrayLike,
+        upper: ArrayLike,
+        regularization: Scalar | int = 0.0,
     ):
         self.payoff, self.cost = as_part("payoff", payoff), as_part("cost", cost)
         bounds = {"lower": numbers("lower", 1)(lower), "upper": numbers("upper", 1)(upper)}
@@ -102,6 +141,7 @@ class Game(eqx.Module):
         self._check()
 
     def _check(self) -> None:
+        """Raise for bounds or parts that do not fit; bounds that JAX traces are not checked."""
         check_positive("regularization", self.regularization, zero=True)
         if not (isinstance(self.lower, np.ndarray) and isinstance(self.upper, np.ndarray)):
             return
@@ -131,61 +171,129 @@ class Game(eqx.Module):
 
     @property
     def players(self) -> int:
-        """m."""
+        """The number of players, m."""
         return self.lower.shape[0]
 
-    # Within JAX: what an algorithm needs
+    # Inside JAX, for algorithms
 
     def loss(self, N: Players) -> Players:
-        """l_i(N) for all players: cost less payoff, and the regularisation."""
+        """Return l_i(N) of all players: cost less payoff, plus the regularization.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            One loss for each player.
+        """
         return self.cost(N) - self.payoff(N) + 0.5 * self.regularization * N**2
 
-    def pseudogradient(self, N: Any) -> Players:
-        """F(N): every player's derivative of its own loss by its own contribution."""
+    def pseudogradient(self, N: ArrayLike) -> Players:
+        """Return F(N): every player's derivative of its own loss by its own contribution.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            One derivative for each player.
+        """
         N = jnp.asarray(N, jnp.result_type(float))
         return self.cost.slope(N) - self.payoff.slope(N) + self.regularization * N
 
     def project(self, N: Players) -> Players:
-        """The nearest contributions within the bounds."""
+        """Return the nearest contributions within the bounds.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            The contributions, clipped to the bounds.
+        """
         return jnp.clip(N, self.lower, self.upper)
 
-    def respond(self, index: Any, N: Players, step_size: Any) -> Float[Array, ""]:
-        """One player's next contribution, N_i − γ̃ F_i(N), within its bounds (Algorithm 1, line 10):
-        computed from its own derivative only."""
+    def respond(self, index: Index, N: Players, step_size: Scalar | int) -> Float[Array, ""]:
+        """Return one player's next contribution (Algorithm 1, line 10).
+
+        It is N_i − γ̃ F_i(N), clipped to the bounds, computed from the player's own derivative only.
+
+        Args:
+            index: The player, i.
+            N: The contributions of all players.
+            step_size: γ̃.
+
+        Returns:
+            The player's next contribution.
+        """
         own = self.cost.own_slope(index, N) - self.payoff.own_slope(index, N)
         slope = own + self.regularization * N[index]
         lower, upper = jnp.asarray(self.lower), jnp.asarray(self.upper)
         return jnp.clip(N[index] - step_size * slope, lower[index], upper[index])
 
-    def jacobian(self, N: Any) -> Float[Array, "m m"]:
-        """∂F_i / ∂N_j."""
+    def jacobian(self, N: ArrayLike) -> Float[Array, "m m"]:
+        """Return the Jacobian of the pseudogradient.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            ∂F_i / ∂N_j, in row i and column j.
+        """
         N = jnp.asarray(N, jnp.result_type(float))
         curvature = self.cost.slope_jacobian(N) - self.payoff.slope_jacobian(N)
         return curvature + self.regularization * jnp.eye(N.size, dtype=N.dtype)
 
-    # On the host, in double precision: what a study needs
+    # On the host, in double precision, for studies
 
-    def utility(self, N: Any) -> Profile:
-        """−l_i(N): what each player gains."""
+    def utility(self, N: ArrayLike) -> Profile:
+        """Return −l_i(N): the gain of each player.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            One utility for each player.
+        """
         return -self._in_double(_losses, N)
 
-    def regrets(self, N: Any) -> Profile:
-        """The most that each player gains by deviating alone: 0 for all at an equilibrium, and only
-        there. Deviations are searched for over the whole interval, then around the best."""
+    def regrets(self, N: ArrayLike) -> Profile:
+        """Return the most that each player gains by deviating alone.
+
+        It is 0 for all players at an equilibrium, and only there. Deviations are searched over the
+        whole interval, then around the best one.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            One regret for each player.
+        """
         return self._in_double(_regrets, N)
 
-    def regret(self, N: Any) -> float:
-        """The most that any player gains by deviating alone: the certificate of an equilibrium."""
+    def regret(self, N: ArrayLike) -> float:
+        """Return the largest of the `regrets`, which certifies an equilibrium where it is 0.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            The most that any player gains by deviating alone.
+        """
         return float(np.max(self.regrets(N)))
 
     @property
     def affine(self) -> bool:
-        """Whether F is known to be affine, so that one Jacobian says all."""
+        """Whether F is known to be affine, so that its Jacobian is constant."""
         return self.payoff.affine and self.cost.affine
 
     def monotonicity(self, probes: int = PROBES, seed: int = 0) -> Monotonicity:
-        """μ_F and L_F: exact for games known to be affine, estimated at `probes` points otherwise:
-        the corners of the least and the greatest contributions, the middle, and points at random.
+        """Compute μ_F and L_F: exact for games known to be affine, otherwise estimates.
+
+        Args:
+            probes: The number of points for an estimate: the corners of least and of greatest
+                contributions, the middle, and points at random.
+            seed: The seed of the random points.
+
+        Returns:
+            The constants, and whether they are exact.
         """
         from fedsolve.games.equilibria import monotonicity
 
@@ -193,12 +301,22 @@ class Game(eqx.Module):
         return monotonicity(self, probes, seed)
 
     def equilibrium(self, tolerance: float = 1e-9, monotone: bool = True) -> Profile:
-        """N*, by a semismooth Newton method that owes nothing to the learning run.
+        """Compute the equilibrium N*, by a semismooth Newton method.
 
-        To within `tolerance`, relative to the largest contribution. A game that is not monotone is
-        refused, since its equilibria need not be unique, nor exist, nor be found by players who
-        learn; with `monotone=False` one of them is looked for all the same. Monotonicity is proved
-        for affine games, and looked for at 8 points otherwise: `regret` tells of what was found.
+        The equilibria of a game that is not monotone need not be unique, need not exist, and need
+        not be found by players who learn. Monotonicity is proved for affine games and checked at 8
+        points for others; `regret` certifies the result.
+
+        Args:
+            tolerance: The accuracy, relative to the largest contribution.
+            monotone: Whether to raise for a game that is not monotone; with False, the method
+                tries to find one of its equilibria.
+
+        Returns:
+            The contributions of all players at the equilibrium.
+
+        Raises:
+            InvalidInput: If the game is not monotone, or no equilibrium was found.
         """
         from fedsolve.games.equilibria import solve_equilibrium
 
@@ -206,18 +324,42 @@ class Game(eqx.Module):
         return solve_equilibrium(self, tolerance, monotone)
 
     def with_payment(self, payment: Part | Callable) -> Game:
-        """The same game with a payment on top of the payoff."""
+        """Return the game with a payment in addition to the payoff.
+
+        Args:
+            payment: A part such as `PricePerSample`, or a function of N.
+
+        Returns:
+            The game with the payment.
+        """
         paid = Sum((self.payoff, as_part("payment", payment)))
         return Game(paid, self.cost, self.lower, self.upper, self.regularization)
 
-    def without(self, gone: Any) -> Game:
-        """The same game where those players (a mask) contribute nothing."""
+    def without(self, gone: ArrayLike) -> Game:
+        """Return the game in which some players contribute nothing.
+
+        Args:
+            gone: A mask of these players.
+
+        Returns:
+            The game with their bounds set to 0.
+        """
         stay = ~np.asarray(gone, bool)
         lower, upper = np.where(stay, self.lower, 0.0), np.where(stay, self.upper, 0.0)
         return Game(self.payoff, self.cost, lower, upper, self.regularization)
 
-    def check_profile(self, N: Any) -> Profile:
-        """N as one number for each player, refused if it is not."""
+    def check_profile(self, N: ArrayLike) -> Profile:
+        """Return N as an array of one number for each player.
+
+        Args:
+            N: The contributions of all players.
+
+        Returns:
+            The contributions in double precision.
+
+        Raises:
+            InvalidInput: If N has another shape, or a value that is not finite.
+        """
         profile = np.asarray(N, float)
         if profile.shape != (self.players,) or not np.isfinite(profile).all():
             raise InvalidInput(
@@ -226,16 +368,17 @@ class Game(eqx.Module):
             )
         return profile
 
-    def _in_double(self, function: Callable, N: Any) -> Profile:
+    def _in_double(self, function: Callable[[Game, Players], Players], N: ArrayLike) -> Profile:
+        """Evaluate a function of the game and N in double precision."""
         profile = self.check_profile(N)
         with jax.enable_x64(True):
             return np.asarray(function(in_double(self), jnp.asarray(profile)))
 
 
 def in_double(game: Game) -> Game:
-    """The game with its numbers as arrays of double precision."""
+    """Return the game with its numbers as arrays of double precision."""
 
-    def place(leaf: Any) -> Any:
+    def place(leaf: object) -> object:
         known = eqx.is_array(leaf) or isinstance(leaf, np.ndarray | float | np.number)
         return jnp.asarray(leaf, jnp.float64) if known else leaf
 
@@ -249,6 +392,8 @@ def _losses(game: Game, N: Players) -> Players:
 
 @eqx.filter_jit
 def _regrets(game: Game, N: Players) -> Players:
+    """Search every player's interval: a grid, then a golden-section search around the best."""
+
     def alone(y: Players) -> Players:
         value = game.cost.alone(N, y) - game.payoff.alone(N, y)
         return value + 0.5 * game.regularization * y**2
@@ -260,7 +405,7 @@ def _regrets(game: Game, N: Players) -> Players:
     right = jnp.minimum(best + 1, GRID - 1) / (GRID - 1)
     ratio = (np.sqrt(5) - 1) / 2
 
-    def narrow(_: Any, bracket: tuple[Players, Players]) -> tuple[Players, Players]:
+    def narrow(step: Index, bracket: tuple[Players, Players]) -> tuple[Players, Players]:
         left, right = bracket
         inner, outer = right - ratio * (right - left), left + ratio * (right - left)
         lesser = alone(lower + inner * width) < alone(lower + outer * width)
