@@ -348,8 +348,10 @@ def _numbers(value: object, name: str) -> Each:
 
 
 def as_availability(value: object) -> Availability | None:
-    """Convert what a user may give for an availability: a number, or one for each client, means
-    `Bernoulli`."""
+    """Convert what a user may give for an availability.
+
+    A number, or one for each client, means `Bernoulli`.
+    """
     if value is None or isinstance(value, Availability):
         return value
     if isinstance(value, str | bool) or callable(value):

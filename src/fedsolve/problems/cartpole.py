@@ -1,5 +1,6 @@
-"""A constrained Markov decision process: CartPole with prohibited areas (FedSGM, section 4 and
-appendix F.1).
+"""CartPole with prohibited areas (FedSGM, section 4 and appendix F.1).
+
+It is a constrained Markov decision process.
 
 A cart balances a pole by a continuous force, for at most 200 steps. Every step gives reward 1, and
 costs 1 if the cart is in a prohibited area or the pole leans by more than 6°. Client i has a budget
@@ -47,8 +48,11 @@ class Batch(eqx.Module):
 
 
 class Memory(eqx.Module):
-    """What a client keeps: value networks of reward and cost (on a leading axis), their
-    optimiser's state, and its latest steps."""
+    """What a client keeps between rounds.
+
+    These are value networks of reward and cost (on a leading axis), their optimizer's state, and
+    its latest steps.
+    """
 
     values: PyTree
     optimiser: PyTree

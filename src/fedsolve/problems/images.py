@@ -1,7 +1,6 @@
-"""Images classified by networks (PPBC, section 4; IncentFedAvg, section 5), and the game of their
-clients.
+"""Images classified by networks (PPBC, section 4; IncentFedAvg, section 5), and their game.
 
-    f_i(x) = mean cross-entropy over client i's images
+f_i(x) = mean cross-entropy over client i's images
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def discovery_game(
     seed: int = 0,
     cost_seed: int = 0,
 ) -> Game:
-    """The game of the clients of `images`, if both are given the same arguments.
+    """Make the game of the clients of `images`, if both are given the same arguments.
 
     Random discovery of the clients' classes, a linear cost with θ_i uniform in [0, ‖q_i‖²], from
     one sample to all that a client has.

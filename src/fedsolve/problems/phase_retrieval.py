@@ -34,7 +34,7 @@ def phase_retrieval(
     radius: float | int = 2.0,
     seed: int = 0,
 ) -> Problem:
-    """A vector from squared measurements, with the mean of squared probes held below a budget.
+    """Recover a vector from squared measurements; a bound on squared probes is the constraint.
 
     The vector has length 1, so the mean of squared probes is 1 on average, and a smaller budget is
     active. Clients' measurements differ in scale. The start is a short random vector, as 0 is a

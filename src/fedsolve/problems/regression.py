@@ -91,7 +91,7 @@ def logistic(
     batch_size: int | None = None,
     unit_columns: bool = False,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2).
+    """Make ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2).
 
     The data are 8992 molecules of 1024 bits, divided at random in equal parts.
 
@@ -133,7 +133,7 @@ def logistic_regression(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on any data (Example 5.2).
+    """Make ℓ2-regularised logistic regression on any data (Example 5.2).
 
     Samples are divided at random in parts that differ by at most one sample.
 

@@ -58,7 +58,7 @@ def solve(
     stop: Stop | None = None,
     progress: Progress | None = None,
     interrupted: Callable[[], bool] | None = None,
-    follow: Mapping[str, Callable] | None = None,
+    follow: Mapping[str, object] | None = None,
     clock: Clock | None = None,
     devices: Devices = None,
     store: object = None,
