@@ -1,5 +1,6 @@
-"""Functional constraints g(w) ≤ 0: what a client measures, how the server combines it, and what a
-client descends.
+"""Functional constraints g(w) ≤ 0.
+
+A constraint says what a client measures, how the server combines it, and what a client descends.
 
 | kind | clients send | g(w) |
 |---|---|---|

@@ -35,7 +35,7 @@ def sparse_logistic(
     seed: int = 0,
     width: int = 32,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on sparse data: a LIBSVM file, or generated data.
+    r"""Fit ℓ2-regularised logistic regression on a LIBSVM file or on generated sparse data.
 
     Generated data have the shape and density of real-sim: 72309 × 20958, about 51 non-zeros a row.
 
@@ -58,7 +58,7 @@ def sparse_logistic(
         >>> import fedsolve as fs
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder, "data.txt")
-        ...     _ = file.write_text("1 1:0.5 3:2\\n-1 2:1\\n1 3:1\\n-1 1:1\\n")
+        ...     _ = file.write_text("1 1:0.5 3:2\n-1 2:1\n1 3:1\n-1 1:1\n")
         ...     problem = fs.problems.sparse_logistic(file, clients=2)
         >>> problem.n, problem.dimension
         (2, 3)
@@ -68,7 +68,7 @@ def sparse_logistic(
 
 
 def read_libsvm(path: str | Path) -> tuple[csr_matrix, np.ndarray]:
-    """Read a LIBSVM text file.
+    r"""Read a LIBSVM text file.
 
     Args:
         path: The file (plain, .gz or .bz2).
@@ -87,7 +87,7 @@ def read_libsvm(path: str | Path) -> tuple[csr_matrix, np.ndarray]:
         >>> import fedsolve as fs
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder, "data.txt")
-        ...     _ = file.write_text("1 1:0.5 3:2\\n-1 2:1\\n")
+        ...     _ = file.write_text("1 1:0.5 3:2\n-1 2:1\n")
         ...     rows, labels = fs.problems.read_libsvm(file)
         >>> rows.shape, labels.tolist()
         ((2, 3), [1.0, 0.0])
@@ -154,7 +154,7 @@ def sparse_regression(
     seed: int = 0,
     width: int = 32,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on a sparse matrix (Example 5.2).
+    """Fit ℓ2-regularised logistic regression on a sparse matrix (Example 5.2).
 
     Samples are divided at random in equal parts.
 
@@ -212,6 +212,7 @@ class SparseLogisticLoss(eqx.Module):
     loss: LogisticLoss = eqx.field(static=True)
 
     def __call__(self, w: Vector, data: dict[str, PyTree]) -> Float[Array, ""]:
+        """Compute the loss of one client."""
         rows, labels, mask = data["rows"], data["labels"], data["mask"]["labels"]
         parts = jnp.sum(rows["values"] * w[rows["columns"]], axis=1)
         margin = jax.ops.segment_sum(parts, rows["owner"], len(labels))
