@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.counters import Count
@@ -24,7 +24,7 @@ from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import AlgorithmLike, State
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Info, Message, Number, Reply, Vector
+from fedsolve.types import Cohort, Flag, Flags, Info, Message, Number, PyTree, Reply, Vector
 
 
 class Federation:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 import equinox as eqx
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from fedsolve.federation.clock import Clock
-from fedsolve.types import Cohort, Flag, Flags, Round
+from fedsolve.types import Cohort, Flag, Flags, PyTree, Round
 
 Arrivals = Callable[[Round, int, Cohort], Flags]  # round, exchange, clients -> which answers arrive
 Follow = tuple[tuple[str, Callable], ...]  # names, and functions of (problem, params)

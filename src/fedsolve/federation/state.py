@@ -8,12 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from fedsolve.federation.clock import Seconds
 from fedsolve.federation.counters import Count
 from fedsolve.problem.problem import Problem
-from fedsolve.types import ClientState, Info, PRNGKey, Round, ServerState, Vector
+from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
 SeedWords = UInt32[Array, " words"]  # a key as integers, which can be saved
 

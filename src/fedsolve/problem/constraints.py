@@ -18,12 +18,12 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Number
+from fedsolve.types import Number, PyTree
 
 Weights = Float[Array, " m"] | None
 Scale = Number | int | None

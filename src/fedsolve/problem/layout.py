@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
-from fedsolve.types import Vector
+from fedsolve.types import PyTree, Vector
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.samples import Samples, full_mask, has_rows
+from fedsolve.types import PyTree
 
 
 class PerClient(eqx.Module):
@@ -79,13 +80,13 @@ def per_client(
     else:
         used = set()
     if sums:
-        raise InvalidInput(f'The {name} sums over padded samples; let it look at data["mask"].')
+        raise InvalidInput(f'The {name} sums over padded samples; let it use data["mask"].')
     averages = None
     if isinstance(stacked.mask, dict):
         if len(used) != 1:
             raise InvalidInput(
                 f"The {name} uses several sets of samples ({', '.join(sorted(used)) or 'none'}) of "
-                'clients that differ in size; let it look at data["mask"].'
+                'clients that differ in size; let it use data["mask"].'
             )
         averages = used.pop()
     wrapped = PerClient(function, sees_mask=False, averages=averages)
@@ -117,7 +118,7 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
             raise InvalidInput(
                 f"The {name} is not an average over samples (client {index}: {float(expected):.6g} "
                 f"on its samples, {float(got):.6g} as an average of single ones), so padding would "
-                'change it; let it look at data["mask"].'
+                'change it; let it use data["mask"].'
             )
 
 

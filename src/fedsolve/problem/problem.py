@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
@@ -26,7 +26,7 @@ from fedsolve.problem.layout import Layout, as_device_array, is_parameter
 from fedsolve.problem.padding import per_client
 from fedsolve.problem.samples import Samples, as_samples
 from fedsolve.problem.stacking import pool
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class Problem(eqx.Module):

@@ -12,9 +12,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
-from fedsolve.types import Number, PRNGKey
+from fedsolve.types import Number, PRNGKey, PyTree
 
 Mask = PyTree  # None, a boolean array, or a dict of them, one for each set of samples
 Order = PyTree  # of the structure of the mask: which rows the samples are; None: all

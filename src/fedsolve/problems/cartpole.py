@@ -1,6 +1,6 @@
-"""CartPole with prohibited areas (FedSGM, section 4 and appendix F.1).
+"""A constrained Markov decision process: CartPole with prohibited areas.
 
-It is a constrained Markov decision process.
+Source: FedSGM, section 4 and appendix F.1.
 
 A cart balances a pole by a continuous force, for at most 200 steps. Every step gives reward 1, and
 costs 1 if the cart is in a prohibited area or the pole leans by more than 6°. Client i has a budget
@@ -50,8 +50,10 @@ class Batch(eqx.Module):
 class Memory(eqx.Module):
     """What a client keeps between rounds.
 
-    These are value networks of reward and cost (on a leading axis), their optimizer's state, and
-    its latest steps.
+    Args:
+        values: The value networks of reward and cost, on a leading axis.
+        optimiser: The state of their optimiser.
+        batch: The client's latest steps.
     """
 
     values: PyTree
@@ -125,6 +127,7 @@ class Fixed:
     of_cost: bool
 
     def __call__(self, layers: list[trpo.Layer], data: dict[str, Array]) -> Float[Array, ""]:
+        """Compute minus the mean reward, or the mean cost less the budget."""
         key = jax.random.key(0)
         played = draw(layers, key, self.environments, self.horizon, self.horizon)
         if self.of_cost:
@@ -295,7 +298,9 @@ def cartpole(
     evaluation_episodes: int = 10,
     seed: int = 0,
 ) -> Problem:
-    """CartPole with prohibited areas, a continuous force, and a budget for the cost of an episode.
+    """Balance a pole on a cart (CartPole), with a budget for the cost of an episode.
+
+    The force is continuous, and steps in prohibited areas or with a leaning pole cost 1.
 
     The history has `reward` and `cost` of an episode, averaged over all clients.
 

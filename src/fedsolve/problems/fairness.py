@@ -49,7 +49,7 @@ def adult(
     depth: int = 2,
     seed: int = 0,
 ) -> Problem:
-    """Income from census data by a neural network, with a bound on the gap between the sexes.
+    """Predict income from census data by a network, with a bound on the gap between the sexes.
 
     All 48,842 people are used: 32,561 to train, 16,281 to test, as published. Missing values are a
     category, categories are one-hot, numbers are standardised on the training part. The history has

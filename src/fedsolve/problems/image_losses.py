@@ -49,6 +49,8 @@ class CrossEntropy(ImageFunction):
     """The mean cross-entropy over a client's images."""
 
     def __call__(self, network: Network, data: Pictures) -> Float[Array, ""]:
+        """Compute the mean."""
+
         def losses(images: UInt8[Array, "s h w c"], classes: Labels) -> Float[Array, " s"]:
             shares = jax.nn.log_softmax(self.scores(network, images))
             return -jnp.take_along_axis(shares, classes[:, None].astype(int), axis=1)[:, 0]
@@ -60,6 +62,8 @@ class Accuracy(ImageFunction):
     """The share of images that are classified correctly."""
 
     def __call__(self, network: Network, data: Pictures) -> Float[Array, ""]:
+        """Compute the share."""
+
         def right(images: UInt8[Array, "s h w c"], classes: Labels) -> Float[Array, " s"]:
             scores = self.scores(network, images)
             return (jnp.argmax(scores, axis=1) == classes).astype(scores.dtype)
@@ -71,6 +75,7 @@ class Representation(ImageFunction):
     """The input of the network's last layer for each image."""
 
     def __call__(self, network: Network, data: Pictures) -> Float[Array, "s features"]:
+        """Compute one row for each image."""
         rows = network.represent(self.floats(network, data["x"]))
         return rows.astype(network.head.weight.dtype)
 

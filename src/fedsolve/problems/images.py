@@ -1,6 +1,8 @@
-"""Images classified by networks (PPBC, section 4; IncentFedAvg, section 5), and their game.
+"""Images classified by networks, and the game of their clients.
 
-f_i(x) = mean cross-entropy over client i's images
+Sources: PPBC, section 4; IncentFedAvg, section 5.
+
+    f_i(x) = mean cross-entropy over client i's images
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def images(
     weights: str | Path | None = None,
     seed: int = 0,
 ) -> Images:
-    """MNIST, CIFAR-10 or Food-101 over clients, classified by a network.
+    """Classify images of MNIST, CIFAR-10 or Food-101 by a network.
 
     The history has `test_accuracy`, the accuracy on the test images.
 
@@ -176,8 +178,8 @@ def discovery_game(
 ) -> Game:
     """Make the game of the clients of `images`, if both are given the same arguments.
 
-    Random discovery of the clients' classes, a linear cost with θ_i uniform in [0, ‖q_i‖²], from
-    one sample to all that a client has.
+    Its parts are random discovery of the clients' classes, a linear cost with θ_i uniform in
+    [0, ‖q_i‖²], and from one sample to all that a client has.
 
     Args:
         dataset: As for `images`.

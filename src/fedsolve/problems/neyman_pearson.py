@@ -34,7 +34,7 @@ def neyman_pearson(
     radius: float | None = None,
     level: float | int | None = None,
 ) -> Problem:
-    """Breast-cancer classification with the loss on the malignant class held below a tolerance.
+    """Classify breast-cancer samples with the loss on the malignant class below a tolerance.
 
     The data (569 × 30) come with scikit-learn: 80 % to train, standardised, divided so that every
     client has the same number of samples of each class; the samples left over are not used. The
@@ -134,6 +134,7 @@ class MinorityLossAbove:
     level: float
 
     def __call__(self, w: Vector, data: Rows) -> Float[Array, ""]:
+        """Compute the loss less the level."""
         return minority_loss(w, data) - self.level
 
 

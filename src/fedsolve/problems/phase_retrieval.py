@@ -34,7 +34,7 @@ def phase_retrieval(
     radius: float | int = 2.0,
     seed: int = 0,
 ) -> Problem:
-    """Recover a vector from squared measurements; a bound on squared probes is the constraint.
+    """Recover a vector from squared measurements, with the mean of squared probes below a budget.
 
     The vector has length 1, so the mean of squared probes is 1 on average, and a smaller budget is
     active. Clients' measurements differ in scale. The start is a short random vector, as 0 is a
@@ -92,4 +92,5 @@ class Visibility:
     budget: float
 
     def __call__(self, w: Vector, data: Data) -> Float[Array, ""]:
+        """Compute the mean less the budget."""
         return jnp.mean((data["z"] @ w) ** 2) - self.budget

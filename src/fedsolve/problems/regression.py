@@ -31,7 +31,7 @@ def linear_regression(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> Problem:
-    """Least squares on samples from three distributions (Example 5.1).
+    """Fit least squares on samples from three distributions (Example 5.1).
 
     d_i is uniform in [`smallest`, `largest`] and d = Σ d_i. Of all samples (a, b) ⌈d/3⌉ are
     standard normal, ⌈d/3⌉ are Student-t with 5 degrees of freedom, and the others are uniform in
@@ -91,7 +91,7 @@ def logistic(
     batch_size: int | None = None,
     unit_columns: bool = False,
 ) -> Problem:
-    """Make ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2).
+    """Fit ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2).
 
     The data are 8992 molecules of 1024 bits, divided at random in equal parts.
 
@@ -133,7 +133,7 @@ def logistic_regression(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> Problem:
-    """Make ℓ2-regularised logistic regression on any data (Example 5.2).
+    """Fit ℓ2-regularised logistic regression on any data (Example 5.2).
 
     Samples are divided at random in parts that differ by at most one sample.
 
@@ -199,6 +199,7 @@ class LogisticLoss(eqx.Module):
     regularisation: float = eqx.field(static=True)
 
     def __call__(self, w: Vector, data: Rows) -> Float[Array, ""]:
+        """Compute the loss of one client."""
         return self.of(w, data["inputs"] @ w, data["labels"], data["mask"])
 
     def of(

@@ -35,7 +35,7 @@ def sparse_logistic(
     seed: int = 0,
     width: int = 32,
 ) -> Problem:
-    r"""Make ℓ2-regularised logistic regression on a LIBSVM file, or on generated sparse data.
+    r"""Fit ℓ2-regularised logistic regression on a LIBSVM file or on generated sparse data.
 
     Generated data have the shape and density of real-sim: 72309 × 20958, about 51 non-zeros a row.
 
@@ -154,7 +154,7 @@ def sparse_regression(
     seed: int = 0,
     width: int = 32,
 ) -> Problem:
-    """Make ℓ2-regularised logistic regression on a sparse matrix (Example 5.2).
+    """Fit ℓ2-regularised logistic regression on a sparse matrix (Example 5.2).
 
     Samples are divided at random in equal parts.
 
@@ -212,6 +212,7 @@ class SparseLogisticLoss(eqx.Module):
     loss: LogisticLoss = eqx.field(static=True)
 
     def __call__(self, w: Vector, data: dict[str, PyTree]) -> Float[Array, ""]:
+        """Compute the loss of one client."""
         rows, labels, mask = data["rows"], data["labels"], data["mask"]["labels"]
         parts = jnp.sum(rows["values"] * w[rows["columns"]], axis=1)
         margin = jax.ops.segment_sum(parts, rows["owner"], len(labels))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.sharding import shared
-from fedsolve.types import Cohort, Flags, Round
+from fedsolve.types import Cohort, Flags, PyTree, Round
 
 TOGETHER = 2**25  # bytes of clients' data up to which a cohort is computed in one piece,
 BLOCK = 2**22  # and bytes of a block where there are more (benchmarks/fedadmm_scale.py)

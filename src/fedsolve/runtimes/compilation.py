@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 
 def keep_compiled_programs() -> None:

@@ -15,11 +15,11 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
+from fedsolve.types import PyTree
 
 Module = TypeVar("Module", bound=eqx.Module)
 AXIS = "clients"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.federation.exchange import Exchange
@@ -30,7 +30,7 @@ from fedsolve.runtimes.chunks import Spans, padded
 from fedsolve.runtimes.evaluation import evaluate_state
 from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
-from fedsolve.types import Cohort, Flag, Flags, Info, Reply, Round
+from fedsolve.types import Cohort, Flag, Flags, Info, PyTree, Reply, Round
 
 
 class Simulation(Federation):

@@ -13,7 +13,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput, ProcessLost
@@ -39,6 +38,7 @@ from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.options import Options, Progress
 from fedsolve.solving.result import Run
+from fedsolve.types import PyTree
 
 
 def solve(

@@ -146,7 +146,9 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module
     given = {name: np.shape(array) for name, array in params.items()}
     if own != given:
         names = sorted(k for k in own.keys() | given.keys() if own.get(k) != given.get(k))
-        raise InvalidInput(f"params do not fit the module: look at {', '.join(names)}.")
+        raise InvalidInput(
+            f"params do not fit the module: names or shapes differ for {', '.join(names)}."
+        )
     with torch.no_grad():
         for name, tensor in _trainable(module).items():
             tensor.copy_(torch.from_numpy(np.array(params[name])))
