@@ -128,7 +128,9 @@ class Game(eqx.Module):
             if part.players is not None:
                 lengths[name] = part.players
         if not lengths:
-            raise InvalidInput("How many players? Give lower or upper as one number for each.")
+            raise InvalidInput(
+                "The number of players is unknown: give lower or upper as one number for each."
+            )
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise InvalidInput(f"The numbers of players differ: {listed}.")
