@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,11 @@ class Federation:
         return self._problem.validate(w)
 
     def ask(
-        self, method: Callable, cohort: Cohort, message: Message = None, when: Flag | Flags = True
+        self,
+        method: Callable[..., Any],
+        cohort: Cohort,
+        message: Message = None,
+        when: Flag | Flags = True,
     ) -> Replies:
         """Run `method(client, state, message)` on every client of the cohort.
 

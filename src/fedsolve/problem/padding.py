@@ -12,6 +12,7 @@ is an average is checked when the problem is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -64,7 +65,7 @@ class PerClient(eqx.Module):
 
 
 def per_client(
-    name: str, function: Callable, params: PyTree, stacked: Samples, sums: bool = False
+    name: str, function: Callable[..., Any], params: PyTree, stacked: Samples, sums: bool = False
 ) -> PerClient:
     """Wrap a user's function so that it is exact on padded samples; raise if that cannot be done.
 
@@ -122,7 +123,9 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
             )
 
 
-def _entries_used(function: Callable, params: PyTree, data: dict[str, PyTree]) -> set[str]:
+def _entries_used(
+    function: Callable[..., Any], params: PyTree, data: dict[str, PyTree]
+) -> set[str]:
     """Return the names of the entries of `data` that the function's value depends on."""
     numbers, rest = eqx.partition(params, eqx.is_array_like)  # a model may hold functions, too
     jaxpr = jax.make_jaxpr(lambda p, d: function(eqx.combine(p, rest), d))(numbers, data).jaxpr

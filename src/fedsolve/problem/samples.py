@@ -7,6 +7,7 @@ carry a mask; see `stacking` for the stacking and `padding` for losses on padded
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -159,7 +160,7 @@ def has_rows(leaf: Leaf, mask: Shaped[Array, " s"] | Shaped[np.ndarray, " s"]) -
     return leaf.ndim > 0 and len(leaf) == len(mask)
 
 
-def _leaves(mask: Mask) -> list:
+def _leaves(mask: Mask) -> list[Any]:
     """Return the mask's leaves; for no mask, one leaf without axes."""
     return jax.tree.leaves(mask) or [None]
 

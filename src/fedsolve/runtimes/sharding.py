@@ -26,7 +26,7 @@ AXIS = "clients"
 SHARED, COPIED = PartitionSpec(AXIS), PartitionSpec()
 
 
-Devices = int | str | Sequence[jax.Device] | None  # a number, "all", or JAX devices
+Devices = int | str | Sequence[object] | None  # a number, "all", or JAX devices
 
 
 def mesh_of(devices: object) -> Mesh | None:

@@ -8,6 +8,7 @@ rounds as it is told and evaluates at its end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -150,7 +151,7 @@ def advance(
     return state, everywhere(entries, options.mesh)
 
 
-def _traced(function: Callable, *given: PyTree) -> tuple[Callable, PyTree]:
+def _traced(function: Callable[..., Any], *given: PyTree) -> tuple[Callable[..., Any], PyTree]:
     """Trace a function once for arguments of these shapes; also return the shapes of its result."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
     run, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)

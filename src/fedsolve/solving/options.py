@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -110,7 +111,7 @@ class Options:
     @property
     def followed(self) -> Follow:
         """What is to be followed, in a form that a compiled program can be kept for."""
-        found: list[tuple[str, Callable]] = []
+        found: list[tuple[str, Callable[..., Any]]] = []
         for name, function in (self.follow or {}).items():
             if not callable(function):
                 raise InvalidInput(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -259,7 +260,7 @@ def _resumed(saved: State, start: State, rounds: int) -> State:
     return jax.tree.map(jnp.asarray, saved)
 
 
-def _shapes(tree: PyTree) -> tuple[object, list[tuple]]:
+def _shapes(tree: PyTree) -> tuple[object, list[tuple[Any, ...]]]:
     leaves, structure = jax.tree.flatten(eqx.filter(tree, eqx.is_array_like))
     return structure, [(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
