@@ -72,7 +72,7 @@ class Algorithm(eqx.Module):
             The server's next state, and what to record in the history.
         """
 
-    def average(self, server: ServerState) -> Vector | None:
+    def average(self, server: ServerState) -> Vector | np.ndarray | None:
         """Return the averaged parameters that theorems are about, or None.
 
         Args:

@@ -32,6 +32,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fedsolve.algorithms.common import CompressedTraining
@@ -213,7 +214,7 @@ class FedSGM(CompressedTraining):
         sigma = self.switching(estimate - self.tolerance)
         return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
 
-    def average(self, server: Server) -> Vector | None:
+    def average(self, server: Server) -> Vector | np.ndarray | None:
         return server.average if server.weight > 0 else None
 
     # On a client
