@@ -40,7 +40,7 @@ from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Ball",

@@ -1,3 +1,5 @@
+"""Run the command line: `python -m fedsolve`."""
+
 from fedsolve.cli.main import main
 
 main()

@@ -89,7 +89,7 @@ def test_the_virtual_sequence_moves_by_everyones_mean_gradient(weighting):
         cap=4.0,
     )
     with jax.enable_x64(True):
-        placed, tuned = PROBLEM.on_device(jnp.float64), numbers_on_device(algorithm, jnp.float64)
+        placed, tuned = PROBLEM.on_device(jnp.float64), numbers_on_device(algorithm, np.dtype("float64"))
         step = eqx.filter_jit(lambda p, a, s: Simulation(p, s).play(a))
         state = State.start(placed, tuned, jax.random.key(3))
         ended = 0

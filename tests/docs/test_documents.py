@@ -266,8 +266,8 @@ ELSEWHERE = {
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")])
 def test_commands_that_are_shown_exist(page):
     """Their options are known, and what they name is there. They are not run here: those that take
-    seconds are run by the next test and by the tests of commands, of checkpoints, of trackers
-    and of deployments with fewer rounds; the others take minutes, data or several machines."""
+    seconds are run by the next test and by the tests of the command line, checkpoints, trackers and
+    deployments with fewer rounds; the others take minutes, data or several machines."""
     commands = typer.main.get_command(cli.app).commands
     for command, *words in commands_of(page):
         if command == "python":

@@ -9,16 +9,32 @@ import dataclasses
 class Guarantee:
     """What a theorem asks for, and what it promises then.
 
-    - `step_size`, `tolerance`, `beta`: η, ε, and β (soft switching only).
-    - `gamma`: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
-    - `bound`: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible rounds.
-    - `constraint_bound`: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
-    - `probability`: of the two together.
-    - `multiplier`: Λ (Theorem 10 only).
-    - `theorem`: whose promise it is. `unchecked`: what it rests on and nobody has checked.
+    Args:
+        theorem: Whose promise it is.
+        step_size: η.
+        tolerance: ε.
+        gamma: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
+        bound: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible rounds.
+        constraint_bound: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
+        probability: Of both bounds together.
+        beta: β, for soft switching only.
+        multiplier: Λ, for Theorem 10 only.
+        unchecked: The assumptions that nobody has checked.
+        rounds: T.
+        local_steps: E.
+        clients: n.
+        participants: m.
+        distance: D.
+        q: The uplink compressor's constant.
+        q_0: The downlink compressor's constant.
+        q_u: The constant of an unbiased uplink.
+        stochastic: Whether gradients may be those of minibatches.
 
-    The rest is what it is about: `distance` is D; `q`, `q_0` and `q_u` are the compressors'
-    constants; `stochastic` says whether gradients may be those of minibatches.
+    Example:
+        >>> import fedsolve as fs
+        >>> guarantee = fs.theory.fedsgm(rounds=100, distance=1.0, lipschitz=1.0)
+        >>> guarantee.theorem, round(guarantee.step_size, 3)
+        ('FedSGM, Theorem 3 (Theorem 1, full participation)', 0.05)
     """
 
     theorem: str

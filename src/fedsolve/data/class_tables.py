@@ -15,7 +15,7 @@ Shares = Sequence[float | int] | np.ndarray
 
 
 def class_codes(labels: Labels) -> Int[np.ndarray, " samples"]:
-    """Return labels of any kind as codes 0, 1, 2, …"""
+    """Return labels of any kind as integer codes from 0."""
     given = np.asarray(labels)
     if given.ndim != 1 or len(given) == 0:
         raise InvalidInput(

@@ -19,6 +19,11 @@ class File:
         url: The file's address.
         md5: The published checksum, or None if none is published: of the unpacked contents if the
             address ends in `.gz`, of the file itself otherwise (also for an archive).
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.datasets.File("https://example.org/data.npz", md5=None).md5 is None
+        True
     """
 
     url: str
@@ -34,6 +39,11 @@ class Source:
         parse: Function from the paths of those files to the arrays of the cached npz file.
         present: Function from the arrays of the npz file to the `Dataset` that `load` returns.
         contents: SHA-256 of the parsed arrays, for data without a published checksum.
+
+    Example:
+        >>> from fedsolve.data.sources import SOURCES
+        >>> len(SOURCES["mnist"].files)
+        4
     """
 
     files: tuple[File, ...]

@@ -77,6 +77,12 @@ class Experiment:
         instances: The problem's table of each variant if every seed is another instance of the
             problem (`run.instances`), else None.
         allowed: The `module:name`s that may be imported; None allows any.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> table = fs.experiments.read("neyman-pearson")
+        >>> fs.experiments.resolve("trial", table).seeds
+        [0]
     """
 
     name: str

@@ -34,6 +34,12 @@ class Result:
         message: Why the runs ended early; empty if they finished.
         unsaved: Why the results could not be written to the folder; empty if they were.
         untracked: What trackers did not get, a sentence for each.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import fedsolve as fs
+        >>> fs.experiments.Result({"": []}, Path("runs/trial")).status
+        'finished'
     """
 
     runs: dict[str, list[Run]]

@@ -28,7 +28,32 @@ from fedsolve.types import Cohort, Flag, Flags, Info, Message, Number, Reply, Ve
 
 
 class Federation:
-    """The server's view of its clients during one round."""
+    """The server's view of its clients during one round.
+
+    Runtimes make it; algorithms get it as the first argument of `round`.
+
+    Args:
+        problem: The problem.
+        state: The state before the round.
+        options: How rounds are run.
+
+    Example:
+        >>> import jax
+        >>> import fedsolve as fs
+        >>> class Descent(fs.Algorithm):
+        ...     step_size: float
+        ...     def init(self, w):
+        ...         return None
+        ...     def slope(self, client, state):
+        ...         return state, client.grad(client.w)
+        ...     def round(self, fed, server, key):
+        ...         mean = fed.ask(self.slope, fed.everyone).mean()
+        ...         fed.publish(fs.Identity()(-self.step_size * mean))
+        ...         return server, {}
+        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> fs.solve(problem, Descent(0.1), rounds=2).rounds
+        2
+    """
 
     def __init__(self, problem: Problem, state: State, options: RoundOptions | None = None):
         self.w = state.w

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Int
 
 from fedsolve.fields import Scalar, Schedule, at
 from fedsolve.local_updates.optimizers import Optimizer
@@ -50,7 +49,7 @@ def take_steps(
     if optimizer is None:
         size = at(step_size, round)
 
-        def plain(step: Int[Array, ""], total: Vector) -> Vector:
+        def plain(step: Round, total: Vector) -> Vector:
             return total + direction(w - size * total, jax.random.fold_in(key, step))
 
         total = lax.fori_loop(0, steps, plain, jnp.zeros_like(w))
@@ -58,7 +57,7 @@ def take_steps(
 
     rule = optimizer.transform(round)
 
-    def adapted(step: Int[Array, ""], carry: Carry) -> Carry:
+    def adapted(step: Round, carry: Carry) -> Carry:
         here, total, memory = carry
         slope = direction(here, jax.random.fold_in(key, step))
         change, memory = rule.update(slope, memory, here)

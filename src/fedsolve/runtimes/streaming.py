@@ -219,8 +219,10 @@ class Streamed(RoundByRound):
     # Clients' states
 
     def _own(self, state: State) -> tuple[PyTree, ...]:
-        """Return what there is for each client. The server's knowledge of what each has seen of w
-        stays in memory where all clients may be asked."""
+        """Return the parts of a state that have a row for each client.
+
+        What each client has seen of w stays in memory where all clients may be asked.
+        """
         own = state.clients, state.memory
         return (*own, state.seen) if self._one_cohort else own
 

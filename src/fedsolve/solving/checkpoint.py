@@ -1,4 +1,4 @@
-"""Checkpoints: a run on disk, whole, so that it can go on to the same bits after a power cut.
+"""Checkpoints: a whole run on disk, so that it continues to the same bits after a power cut.
 
 A file is one line with a checksum, then safetensors (state, history) with a head that says which
 run it is. It is written beside its place, forced to the disk and renamed; the one before is kept,
@@ -34,9 +34,9 @@ from fedsolve.types import Table
 
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "
-SECONDS = 30.0  # between checkpoints, where nothing else is said;
+SECONDS = 30.0  # between checkpoints by default,
 UNITS = {"s": 1, "min": 60, "h": 3600}
-SHARE = 20  # but so many times what the last one took, so that they stay cheap
+SHARE = 20  # and at least this many times what the last one took
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,11 @@ class Checkpoint:
 
     @property
     def stores(self) -> list[tuple[str, np.ndarray]]:
-        """What its store is to hold, if it is of a streamed run: its own rows, and those of the
-        one before, which is gone back to if this one is damaged."""
+        """What the store of a streamed run must hold.
+
+        These are the rows of this checkpoint, and those of the one before, in case this one is
+        damaged later.
+        """
         both = [self, _good(_before(self.path))]
         return [(c.head["store"], c.arrays["store.0"]) for c in both if c and "store" in c.head]
 
@@ -95,7 +98,7 @@ class Checkpoint:
             raise InvalidInput(f"{self.path} belongs to another run: {', '.join(others)} differ.")
 
     def state(self, template: State) -> State:
-        """The state, if it has the form of the template."""
+        """Return the state, if it has the form of the template."""
         arrays = {k: v for k, v in self.arrays.items() if k.startswith("state.")}
         try:
             state = codec.take(arrays, "state", template, finite=False)
@@ -106,7 +109,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints: every so many rounds, or after so much time."""
+    """Writes a run's checkpoints, after a number of rounds or seconds."""
 
     def __init__(self, path: str | Path, every: int | str | None, identity: Table, rule: str):
         self.store: Store | None = None  # of a streamed run
@@ -118,7 +121,7 @@ class Checkpoints:
             check_writable(self._path.parent)
 
     def at_most(self, budget: int, done: int) -> int:
-        """So many rounds, or fewer where the next checkpoint comes before."""
+        """Return the budget, or the rounds to the next checkpoint if these are fewer."""
         return budget if self._every is None else min(budget, self._every - done % self._every)
 
     def due(self, done: int) -> bool:
@@ -162,7 +165,7 @@ class Checkpoints:
 
 
 def how_often(name: str, every: int | str | None) -> tuple[int | None, float]:
-    """Rounds between checkpoints, None where time is counted; and the seconds."""
+    """Return the rounds between checkpoints (None where time is counted) and the seconds."""
     if isinstance(every, str):
         found = re.fullmatch(rf"([\d.]+) *({'|'.join(UNITS)})", every.strip())
         with contextlib.suppress(ValueError):
@@ -178,7 +181,7 @@ def how_often(name: str, every: int | str | None) -> tuple[int | None, float]:
 
 
 def load(path: str | Path) -> Checkpoint:
-    """The newest good checkpoint of that name. A damaged one is set aside, and the user told."""
+    """Load the newest good checkpoint of a name; set a damaged one aside, with a warning."""
     path, damaged = Path(path), []
     for place in (path, _before(path)):
         try:
@@ -212,8 +215,10 @@ def exists(path: Path) -> bool:
 
 
 def fingerprint(*things: object) -> str:
-    """The same text in every process for the same problem, algorithm or rule, numbers and data
-    included. Of functions it knows the name only."""
+    """Return a text that is the same in every process for the same problem, algorithm or rule.
+
+    Numbers and data are included; of functions only the name is.
+    """
     digest = hashlib.sha256()
     _feed(digest.update, things)
     return digest.hexdigest()[:16]

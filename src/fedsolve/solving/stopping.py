@@ -1,12 +1,12 @@
-"""When a run has done enough: rules for `solve(..., stop=rule)`.
+"""Stopping rules for `solve(..., stop=rule)`.
 
-A rule is a function of a history entry, `rule(entry) -> flag`, looked at after every evaluation,
+A rule is a function of a history entry, `rule(entry) -> flag`. It is called after every evaluation,
 inside the compiled program; `entry` has the objective, the constraint, the metrics and the
-algorithm's own notes by name. A rule with `gradient = True` finds ‖∇f(w)‖² over all clients there
-as `squared_gradient`, and the history keeps it.
+algorithm's own columns by name. If a rule has `gradient = True`, the entry has ‖∇f(w)‖² over all
+clients as `squared_gradient`, and so does the history.
 
-A rule that must know the problem has `of(problem)`, which gives the rule to apply: so one line of a
-configuration serves problems of all sizes.
+A rule that depends on the problem has a method `of(problem)`, which returns the rule to apply. So
+one line of a configuration serves problems of all sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from fedsolve.types import Flag
 
 
 class Stationary(eqx.Module):
-    """Stops when ‖∇f(w)‖² < `below`, with ∇f over all clients and samples."""
+    """Stop when ‖∇f(w)‖² < `below`, with ∇f over all clients and samples.
+
+    Args:
+        below: The bound.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> run = fs.solve(problem, fs.FedAvg(0.1), 200, stop=fs.Stationary(below=1e-2))
+        >>> bool(run.history["squared_gradient"][-1] < 1e-2)
+        True
+    """
 
     below: Scalar = eqx.field(converter=scalar("below"))
     gradient: ClassVar[bool] = True
@@ -38,7 +49,16 @@ class Stationary(eqx.Module):
 
 
 class Reached(eqx.Module):
-    """Stops when f(w) ≤ `objective`."""
+    """Stop when f(w) ≤ `objective`.
+
+    Args:
+        objective: The bound.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> bool(fs.Reached(0.5)({"objective": 0.4}))
+        True
+    """
 
     objective: Scalar = eqx.field(converter=scalar("objective"))
 
@@ -47,10 +67,19 @@ class Reached(eqx.Module):
 
 
 class NearOptimum(eqx.Module):
-    """Stops when f(w) − f* ≤ `within`·(1 + |f*|); of a convex problem without constraint.
+    """Stop when f(w) − f* ≤ `within`·(1 + |f*|), for a convex problem without constraint.
 
-    f* is the problem's `optimum` where it has one, else it is found by a quasi-Newton method before
-    the run. 2e-4 is what FedADMM's paper allows the methods that it compares.
+    f* is the problem's `optimum` where it has one; else it is found by a quasi-Newton method before
+    the run.
+
+    Args:
+        within: The accuracy. 2e-4 is what FedADMM's paper allows the methods that it compares.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> type(fs.NearOptimum().of(problem)).__name__
+        'Reached'
     """
 
     within: Scalar = eqx.field(converter=scalar("within"), default=2e-4)
@@ -59,6 +88,7 @@ class NearOptimum(eqx.Module):
         check_positive("within", self.within)
 
     def of(self, problem: Problem) -> Reached:
+        """Return the rule for a problem."""
         from fedsolve.theory.reference import least
 
         best = least(problem) if problem.optimum is None else problem.optimum
@@ -69,8 +99,20 @@ class NearOptimum(eqx.Module):
 
 
 class StationaryForSize(eqx.Module):
-    """Stops when ‖∇f(w)‖² < min(‖∇f(w_0)‖²/5, 5εn/(md)) for n parameters, m clients and d samples:
-    (30) of FedADMM's paper. ε is `accuracy`; `test="code"` compares ‖∇f(w)‖²/m² instead."""
+    """Stop when ‖∇f(w)‖² < min(‖∇f(w_0)‖²/5, 5εn/(md)), (30) of FedADMM's paper.
+
+    There are n parameters, m clients and d samples.
+
+    Args:
+        accuracy: ε.
+        test: `"paper"`; or `"code"`, which compares ‖∇f(w)‖²/m² instead.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> type(fs.StationaryForSize().of(problem)).__name__
+        'Stationary'
+    """
 
     accuracy: Scalar = eqx.field(converter=scalar("accuracy"), default=1e-3)
     test: str = eqx.field(static=True, default="paper")
@@ -79,6 +121,7 @@ class StationaryForSize(eqx.Module):
         check_positive("accuracy", self.accuracy)
 
     def of(self, problem: Problem) -> Stationary:
+        """Return the rule for a problem."""
         from fedsolve.theory.fedadmm import tolerance
 
         return Stationary(tolerance(problem, float(self.accuracy), self.test))

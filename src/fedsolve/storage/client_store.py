@@ -1,11 +1,11 @@
-"""Clients' states outside of memory: a row for each client that has one, in versions.
+"""Clients' states on disk or in a user's mapping: one row for each client, in versions.
 
-A row lies in a slot. Clients get slots when they are first written, so those that were never asked
-take no room. Rows of a version that is held (for a checkpoint, or to go back to) are not written
-over: a client that moves on gets another slot until the version is let go.
+A row lies in a slot. Clients get slots when they are first written, so clients that were never
+asked take no space. Rows of a version that is held (for a checkpoint, or to go back to) are not
+overwritten: a client whose state changes gets another slot until the version is released.
 
-A store says itself which checkpoints it holds the rows of, by marks that it shares with them. So a
-checkpoint never meets the rows of another run, or of another round.
+A store and its checkpoints share marks, so that a checkpoint is never combined with the rows of
+another run or another round.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class _Given:
         self._mapping, self._dtype = mapping, dtype
 
     def open(self) -> None:
-        """It is."""
+        """Do nothing: the mapping is open."""
 
     def clear(self) -> None:
-        """What is there is written over."""
+        """Do nothing: old rows are overwritten."""
 
     def read(self, slots: np.ndarray) -> np.ndarray:
         data = b"".join(self._mapping[int(slot)] for slot in slots)
@@ -114,11 +114,11 @@ class _Given:
             self._mapping[int(slot)] = row.tobytes()
 
     def has(self, slots: int) -> bool:
-        """Slots that were let go may be missing."""
+        """Return whether there are rows; released slots may be missing."""
         return slots == 0 or len(self._mapping) > 1
 
     def flush(self) -> None:
-        """The user's own affair."""
+        """Do nothing: the mapping is the user's."""
 
     @property
     def marks(self) -> list[str]:
@@ -129,7 +129,7 @@ class _Given:
         self._mapping[MARKS] = json.dumps(marks).encode()
 
     def close(self) -> None:
-        """The user's own affair."""
+        """Do nothing: the mapping is the user's."""
 
 
 class Store:
@@ -166,7 +166,7 @@ class Store:
         return self._first.dtype.itemsize
 
     def take(self, clients: Clients) -> np.ndarray:
-        """The clients' rows."""
+        """Return the clients' rows."""
         slots = self._index[np.asarray(clients, np.int64)]
         rows = np.broadcast_to(self._first, slots.shape).copy()
         if (known := slots >= 0).any():
@@ -174,7 +174,7 @@ class Store:
         return rows
 
     def put(self, clients: Clients, rows: np.ndarray) -> None:
-        """Replaces the clients' rows; of a client that is there twice, the last counts."""
+        """Replace the clients' rows; the last one counts for a client that is given twice."""
         who, last = np.unique(np.asarray(clients, np.int64)[::-1], return_index=True)
         if not len(who):
             return
@@ -199,7 +199,7 @@ class Store:
         return found[::-1]
 
     def hold(self, name: str) -> None:
-        """Keeps this version under that name, in place of the last one of that name."""
+        """Hold this version under a name, in place of the last one of that name."""
         self._hold(name, self._index)
 
     def go_back(self, name: str) -> None:
@@ -207,7 +207,7 @@ class Store:
         self._become(self._index, self._held[name])
 
     def begin(self) -> None:
-        """Takes the place for a new run."""
+        """Begin a new run in this place."""
         if self._slots.marks:
             raise InvalidInput(
                 f"The store {self._name} has the states of another run; go on from that run's"
@@ -217,8 +217,10 @@ class Store:
         self._slots.open()
 
     def save(self) -> tuple[str, Pairs]:
-        """This version for a checkpoint: a mark, and clients with their slots. It is not held
-        before `saved` says that the checkpoint is on disk."""
+        """Return this version for a checkpoint: a mark, and clients with their slots.
+
+        It is not held before `saved` is called, once the checkpoint is on disk.
+        """
         self._slots.flush()
         self._new = uuid.uuid4().hex
         self._slots.marks = [*self._marks.values(), self._new]
@@ -226,7 +228,7 @@ class Store:
         return self._new, np.stack([known, self._index[known]], axis=1)
 
     def saved(self) -> None:
-        """What `save` gave is on disk. It is held until the next but one is, as checkpoints are."""
+        """Hold the version of the last `save`, whose checkpoint is on disk, and the one before."""
         if "saved" in self._held:
             self._hold("saved before", self._held["saved"])
             self._marks["saved before"] = self._marks["saved"]
@@ -235,7 +237,7 @@ class Store:
         self._slots.marks = list(self._marks.values())  # before a row of others is written over
 
     def load(self, versions: Sequence[tuple[str, Pairs]]) -> None:
-        """The version of a checkpoint, and after it that of the one before, if there is one."""
+        """Load the version of a checkpoint, and that of the one before, if there is one."""
         marks = self._slots.marks
         there = [(mark, pairs) for mark, pairs in versions if mark in marks]
         if versions[0][0] not in marks:
@@ -264,7 +266,7 @@ class Store:
         self._become(self._held[name], version)
 
     def _become(self, version: Index, wanted: Index) -> None:
-        """Changes the version into the wanted one, slot by slot: most are the same."""
+        """Change a version into the wanted one, slot by slot: most slots are the same."""
         moved = np.flatnonzero(version != wanted)
         new, old = wanted[moved], version[moved]
         self._count[new[new >= 0]] += 1
