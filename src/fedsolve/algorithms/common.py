@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Compressor
@@ -19,7 +18,7 @@ from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
 from fedsolve.local_updates.descent import Direction, take_steps
 from fedsolve.problem.client import Client
-from fedsolve.types import Round, Vector
+from fedsolve.types import PyTree, Round, Vector
 
 
 @runtime_checkable
@@ -28,7 +27,7 @@ class HasLocalSteps(Protocol):
 
     @property
     def step_size(self) -> Any:  # Scalar | Schedule, behind a converter
-        """η of the local steps; with a `local_optimizer`, the server's."""
+        """η of the local steps; with a `local_optimizer`, the step size of the server."""
         ...
 
     @property
@@ -63,8 +62,10 @@ class HasLinks(Protocol):
 
 
 class LocalTraining(Participating):
-    """Base class of algorithms whose clients take local steps; they have the fields of
-    `HasLocalSteps`."""
+    """Base class of algorithms whose clients take local steps.
+
+    Subclasses have the fields of `HasLocalSteps`.
+    """
 
     def __check_init__(self: HasLocalSteps):
         check_positive("step_size", self.step_size)
@@ -92,8 +93,8 @@ class LocalTraining(Participating):
 class CompressedTraining(LocalTraining):
     """Base class of algorithms with local steps whose messages are compressed in both directions.
 
-    They have the fields of `HasLocalSteps` and `HasLinks`. The residual of the error feedback is
-    the client's state.
+    Subclasses have the fields of `HasLocalSteps` and `HasLinks`. The state of a client is the
+    residual of the error feedback.
     """
 
     def __check_init__(self: HasLinks):
@@ -122,6 +123,7 @@ class CompressedTraining(LocalTraining):
 def _steps_of(
     algorithm: HasLocalSteps, client: Client, direction: Direction
 ) -> tuple[Vector, Vector]:
+    """Take a client's local steps, for both methods of `LocalTraining`."""
     steps, optimizer = algorithm.local_steps, algorithm.local_optimizer
     return take_steps(
         direction, client.w, steps, client.key, algorithm.step_size, optimizer, client.round

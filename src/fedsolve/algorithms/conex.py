@@ -36,12 +36,10 @@ paper's centralized method; with one client (`problem.pooled()`), for every cons
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Identity
@@ -50,8 +48,8 @@ from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
-Vector = Float[Array, " d"]
 Number = Float[Array, ""]
 
 
@@ -69,7 +67,32 @@ class Server(eqx.Module):
 
 
 class IPPConEx(Participating):
-    """Inexact proximal points by constraint extrapolation: a primal-dual baseline."""
+    """Inexact proximal point method with constraint extrapolation: a primal-dual baseline.
+
+    Args:
+        step_size: 1/η, a number or a schedule.
+        tolerance: ε.
+        dual_step: 1/τ, the step of the dual variable.
+        extrapolation: θ.
+        proximal: μ_0, of f; at least its weak convexity.
+        constraint_proximal: μ_1, of g; at least its weak convexity.
+        steps: T, the ConEx steps on each subproblem.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: 0.5 * jnp.sum((w - data["target"]) ** 2),
+        ...     clients={"target": jnp.eye(3)},
+        ...     params=jnp.zeros(3),
+        ...     constraint=lambda w, data: jnp.sum(w) - 0.5,
+        ... )
+        >>> run = fs.solve(problem, fs.IPPConEx(0.1, steps=2), rounds=4)
+        >>> run.history["dual"].shape
+        (4,)
+    """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
     tolerance: Scalar = eqx.field(converter=scalar("tolerance"), default=0.0)
@@ -97,9 +120,7 @@ class IPPConEx(Participating):
         nothing, zero = jnp.zeros_like(w), jnp.zeros((), w.dtype)
         return Server(jnp.int32(0), w, zero, w, zero, nothing, zero, nothing)
 
-    def round(
-        self, fed: Federation, server: Server, key: Key[Array, ""]
-    ) -> tuple[Server, dict[str, Any]]:
+    def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         assert fed.constraint is not None
         drawn, x, step = self.draw(fed, key), fed.w, server.step
         answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
@@ -109,7 +130,7 @@ class IPPConEx(Participating):
         heard = slopes.any()  # nobody: everything stays as it is
         slope_f, slope_g = slopes.mean(drawn.weights)
 
-        first = step == 0  # of a subproblem: its centre is here, and nothing is behind it
+        first = step == 0  # of a subproblem: its centre is here, and there is no previous step
         centre = jnp.where(first, x, server.centre)
         value, slope = server.value, server.slope
         ahead = jnp.where(first, estimate, value + slope @ (x - server.last))

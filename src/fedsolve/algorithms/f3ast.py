@@ -5,10 +5,10 @@ Time-Varying Communication Constraints" (2022).
 
 | here | paper | |
 |---|---|---|
-| `weighting` | p_k | `DataSize` is the paper's; by default all the same |
-| `participants` | | at most so many of those available |
+| `weighting` | p_k | `DataSize` is the paper's; by default all are equal |
+| `participants` | | at most this many of the available clients |
 | `smoothing` | β | |
-| `rates` | r_k | how often client k takes part, in the long run |
+| `rates` | r_k | how often client k takes part in the long run |
 
 In a round, the available clients of largest p_k²/r_k² are selected: the steepest descent of the
 sampling variance Σ p_k²/r_k. Then r ← (1 − β)r + β·1{k in S}, and w moves by
@@ -17,12 +17,12 @@ sampling variance Σ p_k²/r_k. Then r ← (1 − β)r + β·1{k in S}, and w mo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.participating import Drawn
@@ -31,12 +31,11 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
 from fedsolve.fields import Scalar, scalar
 from fedsolve.participation.selection import Top
-
-Vector = Float[Array, " d"]
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class Memory(NamedTuple):
-    """What the server remembers about participation."""
+    """The server's state of participation."""
 
     weighting: PyTree
     availability: PyTree
@@ -44,7 +43,26 @@ class Memory(NamedTuple):
 
 
 class F3AST(FedAvg):
-    """Whoever is available and has taken part too rarely is selected, and counts accordingly."""
+    """Federated averaging that prefers available clients which took part too rarely.
+
+    The weights of clients in the mean correct for how often they take part.
+
+    Args:
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        smoothing: β, the step of the estimated rates.
+        participants: At most this many of the available clients take part.
+        weighting, availability: The weights p_k, and which clients are up; see `Participating`.
+        selection: Not used: F3AST selects by its own rule.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> algorithm = fs.F3AST(0.02, participants=2, availability=0.7)
+        >>> run = fs.solve(problem, algorithm, rounds=3)
+        >>> run.history["cohort"].shape
+        (3, 2)
+    """
 
     smoothing: Scalar = eqx.field(converter=scalar("smoothing"), default=0.01)
 
@@ -60,7 +78,7 @@ class F3AST(FedAvg):
             jnp.full(clients, share, w.dtype),
         )
 
-    def draw(self, fed: Federation, key: Key[Array, ""]) -> Drawn:
+    def draw(self, fed: Federation, key: PRNGKey) -> Drawn:
         memory, n = fed.participation, fed.clients
         up, after = self.draw_available(fed, jax.random.fold_in(key, 1))
         weights, wanted = self.weigh(fed, up, key)
@@ -74,5 +92,5 @@ class F3AST(FedAvg):
         noted = self.weighting.info(wanted)
         return Drawn(cohort, (weights / rates)[cohort], heard, noted)
 
-    def combine(self, answers: Replies, drawn: Drawn) -> Any:
+    def combine(self, answers: Replies, drawn: Drawn) -> Vector:
         return answers.sum(drawn.weights)

@@ -20,21 +20,21 @@ iteration (15).
 | `total`, `penalties` | Σ z_i, σ = Σ σ_i | kept by the server: its memory does not grow with m |
 
 A round is k_0 iterations of the participants, and then the averaging (4) of all clients' last z_i.
-So w after a round is an averaged one, and the number of rounds is the number of averagings. (The
-averaging of the z_i^0 belongs to the start: it gives w^0 itself where π_i^0 = 0.)
+So w after a round is an average, and the number of rounds is the number of averagings. (The
+averaging of the z_i^0 is part of the initialization: it gives w^0 itself if π_i^0 = 0.)
 
-All iterations of a round begin at the same w (v^0 = w in (15)), so ∇f_i(w) is computed once. After
+All iterations of a round start at the same w (v^0 = w in (15)), so ∇f_i(w) is computed once. After
 one step the residual (6) is α_i(∇f_i(v) − ∇f_i(w)) − α_i r_i (v − w), of norm at most
-2 α_i r_i ‖v − w‖: where already this is below ε_i, (6) holds and the gradient at v is not needed.
+2 α_i r_i ‖v − w‖: if this is below ε_i, (6) holds and the gradient at v is not needed.
 With s = α_i ∇f_i(w) + π_i such an iteration is w_i = w − s / (α_i r_i + σ_i) and
 s ← s · α_i r_i / (α_i r_i + σ_i): many of them are one multiplication.
 
-With weights that are the problem's own (`Strategic`), α_i = p_i, which may move from round to
+With weights that are part of the problem (`Strategic`), α_i = p_i, which may change from round to
 round. Divided by α_i, a client's augmented Lagrangian is f_i(w_i) + ⟨λ_i, w_i − w⟩ +
 (s_i/2)‖w_i − w‖², with λ_i = π_i/α_i and s_i = σ_i/α_i: α_i is only in the averaging,
-w = Σ α_i(s_i w_i + λ_i) / Σ α_i s_i. So a participant keeps λ_i and s_i, takes the new α_i,
-and says how z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i moved. Where α settles, a fixed point has
-λ_i = −∇f_i(w) and Σ α_i ∇f_i(w) = 0. An absent client counts by the α_i it was last heard with.
+w = Σ α_i(s_i w_i + λ_i) / Σ α_i s_i. So a participant keeps λ_i and s_i, takes the new α_i, and
+sends the changes of z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i. If α converges, a fixed point has
+λ_i = −∇f_i(w) and Σ α_i ∇f_i(w) = 0. An absent client has the α_i of its last answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Compressor, Identity
@@ -56,16 +56,16 @@ from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Flag, Info, PRNGKey, Round, Vector
 
-Vector = Float[Array, " d"]
 Number = Float[Array, ""]
 Numbers = Float[Array, " m"] | Float[np.ndarray, " m"]
 Count = Int[Array, ""] | Int[np.ndarray, ""]
-ENOUGH = 1000  # inner steps after which even an adaptive client goes on
+MOST_STEPS = 1000  # of an adaptive client in one iteration
 
 
 class Server(eqx.Module):
-    """Σ z_i and Σ σ_i over the clients that were heard, and how many those are."""
+    """Σ z_i and Σ σ_i over the clients that have answered, and their number."""
 
     total: Vector
     penalties: Number
@@ -73,7 +73,7 @@ class Server(eqx.Module):
 
 
 class Local(eqx.Module):
-    """What a client keeps; its σ_i is 0 until the server has heard of it."""
+    """A client's state; its σ_i is 0 until its first answer has arrived."""
 
     dual: Vector  # π_i
     sent: Vector  # z_i, as the server has it
@@ -86,15 +86,36 @@ class Local(eqx.Module):
 class FedADMM(Participating):
     """Inexact ADMM with few averagings and partial participation (Algorithm 1).
 
-    Every round the participants go through k_0 iterations of their augmented Lagrangian and its
-    dual; the server averages z_i = σ_i w_i + π_i over all clients, absent ones with their last.
-    With a compressed uplink a client sends C(z_i − ẑ_i), where ẑ_i is what the server has of z_i:
-    what is left out now is sent later.
+    In every round the participants take k_0 iterations on their augmented Lagrangian and its dual.
+    The server averages z_i = σ_i w_i + π_i over all clients, absent ones with their last z_i. With
+    a compressed uplink a client sends C(z_i − ẑ_i), where ẑ_i is what the server has of z_i: what
+    is left out now is sent later.
 
-    Participants as in `Participating`: `selection=Cyclic(count)` is Scheme 4.1,
-    `availability=FirstAnswers(count)` takes the first m_0 answers. f is the plain mean over
-    clients, so weights say who is drawn and not what a client counts; but those of `Strategic` are
-    the α_i.
+    `selection=Cyclic(count)` is Scheme 4.1, `availability=FirstAnswers(count)` takes the first m_0
+    answers. f is the plain mean over clients, so weights are used to select clients only; but those
+    of `Strategic` are the α_i.
+
+    Args:
+        local_iterations: k_0, the iterations between two averagings.
+        penalty: A number c for σ_i = c α_i r_i, `"theory"` for c = 3, or an array of the σ_i.
+        accuracy: ε_i^0; None for k_0².
+        decay: ν_i, by which ε_i is multiplied in every iteration.
+        inner_steps: κ, at most so many steps (15) in an iteration; None: until the residual (6) is
+            small enough.
+        lipschitz: r_i, one number or one for each client; None to estimate them.
+        power_steps: The steps of the power iteration that estimates r_i.
+        dual_start: `"zero"`, as in the experiments, or `"gradient"`, as in Algorithm 1.
+        uplink: The compressor of the clients, which must be contractive.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> algorithm = fs.FedADMM(local_iterations=5, participants=2)
+        >>> run = fs.solve(problem, algorithm, rounds=3)
+        >>> run.history["cohort"].shape
+        (3, 2)
     """
 
     local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
@@ -139,12 +160,10 @@ class FedADMM(Participating):
     def init(self, w: Vector) -> Server:
         return Server(jnp.zeros_like(w), jnp.zeros((), w.dtype), jnp.int32(0))
 
-    def round(
-        self, fed: Federation, server: Server, key: Key[Array, ""]
-    ) -> tuple[Server, dict[str, Any]]:
+    def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         drawn = self.draw(fed, key)
         shares = self.objective_weights(server, fed.participation)  # None: 1/m
-        server, before = self.welcome(fed, server, shares), fed.w
+        server, before = self.initialize(fed, server, shares), fed.w
         replies = fed.ask(self.improve, drawn.cohort, shares, when=drawn.available)
         changes, penalties = (replies.sum(), 0) if shares is None else replies.sum()
         penalties = server.penalties + penalties
@@ -153,8 +172,8 @@ class FedADMM(Participating):
         self.learn(fed, before - fed.w)
         return server, drawn.info
 
-    def welcome(self, fed: Federation, server: Server, shares: Numbers | None) -> Server:
-        """Everyone's σ_i and z_i^0 before the first iteration; again while some were not heard."""
+    def initialize(self, fed: Federation, server: Server, shares: Numbers | None) -> Server:
+        """Ask all clients for σ_i and z_i^0 before the first iteration, until all have answered."""
         missing = server.joined < fed.clients
         share = jnp.asarray(1 / fed.clients, fed.w.dtype) if shares is None else shares
         penalties, duals, fresh = fed.ask(self.begin, fed.everyone, share, when=missing).sum()
@@ -165,8 +184,8 @@ class FedADMM(Participating):
             self.publish(fed, server, missing)
         return server
 
-    def publish(self, fed: Federation, server: Server, when: Any = True) -> None:
-        """The averaging (4): w = (1/σ) Σ z_i, in X."""
+    def publish(self, fed: Federation, server: Server, when: Flag = True) -> None:
+        """Publish the average (4): w = (1/σ) Σ z_i, in X."""
         heard = server.penalties > 0
         w = fed.project(server.total / jnp.where(heard, server.penalties, 1))
         fed.publish(Identity()(jnp.where(heard, w - fed.w, 0)), when=when)
@@ -177,12 +196,14 @@ class FedADMM(Participating):
         nothing, none = jnp.zeros_like(w), jnp.zeros((), w.dtype)
         return Local(nothing, nothing, none, none, none, none)
 
-    def begin(self, client: Client, state: Local, share: Number | Numbers) -> tuple[Local, Any]:
-        """σ_i, π_i^0 (where it is not 0), and whether this client is new."""
+    def begin(
+        self, client: Client, state: Local, share: Number | Numbers
+    ) -> tuple[Local, tuple[Number, Vector | None, Bool[Array, ""]]]:
+        """Reply with σ_i, π_i^0 (None if it is 0), and whether this client is new."""
         share = jnp.asarray(share[client.index] if share.ndim else share)
         smoothness = share * self.smooth(client)
-        numbers: Any = self.penalty  # its words have become numbers
-        given = jnp.asarray(numbers, client.w.dtype)
+        assert not isinstance(self.penalty, str)  # the converter replaced the word
+        given = jnp.asarray(self.penalty, client.w.dtype)
         penalty = given[client.index] if given.ndim else given * smoothness
         dual = jnp.zeros_like(client.w)
         if self.dual_start == "gradient":
@@ -196,12 +217,12 @@ class FedADMM(Participating):
         return moved, (jnp.where(new, penalty, 0), sends_dual, new)
 
     def smooth(self, client: Client) -> Number:
-        """r_i: the largest |eigenvalue| of the Hessian at w, unless it is given."""
+        """Return r_i: the largest |eigenvalue| of the Hessian at w, unless it is given."""
         if self.lipschitz is not None:
             given = jnp.asarray(self.lipschitz, client.w.dtype)
             return given[client.index] if given.ndim else given
 
-        def power(_: Any, carry: tuple[Vector, Number]) -> tuple[Vector, Number]:
+        def power(_: Round, carry: tuple[Vector, Number]) -> tuple[Vector, Number]:
             product = jax.jvp(client.grad, (client.w,), (carry[0],))[1]
             size = jnp.linalg.norm(product)
             return product / jnp.where(size > 0, size, 1), size
@@ -214,7 +235,7 @@ class FedADMM(Participating):
     def improve(
         self, client: Client, state: Local, shares: Numbers | None = None
     ) -> tuple[Local, Packet | tuple[Packet, Number]]:
-        """k_0 iterations (5)-(8); sends how z_i moved, and σ_i where α_i may."""
+        """Take k_0 iterations (5)-(8); send the change of z_i, and of σ_i if α_i may change."""
         before = state.penalty
         if shares is not None:
             state = _with_share(state, jnp.asarray(shares[client.index]))
@@ -223,7 +244,7 @@ class FedADMM(Participating):
         first = slope + state.dual  # s
         ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
-        def iterate(k: Any, carry: tuple) -> tuple[Vector, Vector, Number]:
+        def iterate(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
             dual, _, accuracy = carry
             accuracy = self.decay * accuracy
             local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
@@ -250,16 +271,19 @@ class FedADMM(Participating):
     def without_gradients(
         self, state: Local, penalty: Number, size: Number
     ) -> tuple[Int[Array, ""], Number, Number]:
-        """How many iterations need no gradient but the first, from ‖s‖²; and what s has been
-        multiplied by in the last of them, and after it."""
+        """Count the iterations that need only the first gradient, from ‖s‖².
+
+        Returns:
+            Their number, and the factors of s in the last of them and after it.
+        """
         factor = state.smoothness / (state.smoothness + penalty)
 
-        def enough(carry: tuple) -> Any:
+        def enough(carry: tuple[Any, ...]) -> Bool[Array, ""]:
             k, _, shrunk, accuracy = carry
             near = (2 * factor * shrunk) ** 2 * size <= self.decay * accuracy
             return (k < self.local_iterations) & (near | (self.inner_steps == 1))
 
-        def skip(carry: tuple) -> tuple:
+        def skip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             k, _, shrunk, accuracy = carry
             return k + 1, shrunk, factor * shrunk, self.decay * accuracy
 
@@ -275,9 +299,9 @@ class FedADMM(Participating):
         dual: Vector,
         accuracy: Number,
         slope: Vector,
-        k: Any,
+        k: Round,
     ) -> Vector:
-        """w_i with (6), by (15) from v = w, where α_i ∇f_i(w) is `slope`."""
+        """Return w_i with (6), by (15) from v = w, where α_i ∇f_i(w) is `slope`."""
         w, curvature = client.w, state.smoothness + penalty
         key = jax.random.fold_in(client.key, k + 1)
 
@@ -288,15 +312,15 @@ class FedADMM(Participating):
         v = step(w, first)
         bound = 2 * state.smoothness * jnp.linalg.norm(v - w)
         if self.inner_steps is None:
-            most = _enough(jnp.linalg.norm(first), accuracy, state.smoothness, penalty)
+            most = _steps_needed(jnp.linalg.norm(first), accuracy, state.smoothness, penalty)
         else:
             most = self.inner_steps
 
-        def unfinished(carry: tuple) -> Any:
+        def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
             _, steps, accepted = carry
             return ~accepted & (steps < most)
 
-        def check(carry: tuple) -> tuple:
+        def check(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             v, steps, _ = carry
             slope = client.grad(v, jax.random.fold_in(key, steps))
             residual = state.share * slope + dual + penalty * (v - w)
@@ -308,7 +332,7 @@ class FedADMM(Participating):
 
 
 def _with_share(state: Local, share: Number) -> Local:
-    """The client with another α_i, and the same λ_i and s_i; (6) is squared."""
+    """Change α_i and keep λ_i and s_i; (6) is squared."""
     scale = jnp.where(state.share > 0, share / jnp.where(state.share > 0, state.share, 1), 1)
     return Local(
         dual=scale * state.dual,
@@ -320,28 +344,35 @@ def _with_share(state: Local, share: Number) -> Local:
     )
 
 
-def _enough(residual: Number, accuracy: Number, smoothness: Number, penalty: Number) -> Any:
-    """Steps (15) that reach (6) for a convex f_i: each brings v nearer to the minimiser by a factor
-    α_i r_i / (α_i r_i + σ_i), and it is at most ‖residual‖ / σ_i away at first."""
+def _steps_needed(
+    residual: Number, accuracy: Number, smoothness: Number, penalty: Number
+) -> Int[Array, ""]:
+    """Count the steps (15) that reach (6) for a convex f_i.
+
+    Each brings v nearer to the minimiser by a factor α_i r_i / (α_i r_i + σ_i), and v is at most
+    ‖residual‖ / σ_i away at first.
+    """
     curvature = smoothness + penalty
     far = curvature * residual / (penalty * jnp.sqrt(accuracy))
     steps = jnp.ceil(jnp.log(far) / jnp.log(curvature / smoothness))
-    return jnp.clip(jnp.nan_to_num(steps, nan=ENOUGH), 1, ENOUGH).astype(jnp.int32)
+    return jnp.clip(jnp.nan_to_num(steps, nan=MOST_STEPS), 1, MOST_STEPS).astype(jnp.int32)
 
 
-def _count(value: Any) -> Any:
-    """k_0 as an array: another one is no new compilation."""
+def _count(value: object) -> Count:
+    """Convert k_0 to an array, so that a new value needs no new compilation."""
     if isinstance(value, np.ndarray | jax.Array):
         return value
     check_count("local_iterations", value)
     return np.asarray(value, np.int32)
 
 
-def _penalty(value: Any) -> Any:
+def _penalty(value: Any) -> Scalar | Numbers:
+    """Convert a number, an array, or the word "theory"."""
     if isinstance(value, str) and value == "theory":
         return 3.0
     return _array(value) if np.ndim(value) else scalar("penalty")(value)
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> Any:
+    """Convert a list to an array; leave other values as they are."""
     return np.asarray(value, float) if isinstance(value, list | tuple) else value

@@ -16,11 +16,11 @@ with LocalAlt; personal objectives as Hanzely et al. (2021) and FedADMM's sectio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.error_feedback import no_residual
@@ -28,21 +28,39 @@ from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_positive, scalar, static
 from fedsolve.local_updates.descent import descend
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import PRNGKey, Vector
 
 
 class Personal(NamedTuple):
-    """A client's own parameters, and what it has not sent yet."""
+    """A client's personal parameters, and what it has not sent yet."""
 
     personal: Vector
     residual: Vector | None
 
 
 class FedAlt(FedAvg):
-    """Shared and personal parameters: clients take steps of their personal ones and then of the
-    shared ones, of which the server averages what came back. `run.state.clients.personal` has the
-    personal ones, one row a client."""
+    """Partial personalisation: steps of the personal parameters, then of the shared ones.
+
+    The server averages the shared parameters. `run.state.clients.personal` has the personal ones,
+    one row for each client.
+
+    Args:
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        personal_step_size: γ_v, the step of the personal parameters; None for `step_size`.
+        personal_steps: τ_v, the steps of the personal parameters; None for `local_steps`.
+        mixing: α, the weight of the personal parameters in the objective.
+        proximity: μ, which keeps personal and shared parameters close.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> run = fs.solve(problem, fs.FedAlt(0.05, local_steps=2, personal_steps=1), rounds=3)
+        >>> run.state.clients.personal.shape
+        (4, 3)
+    """
 
     personal_step_size: Scalar | None = None
     personal_steps: int | None = static(None)
@@ -57,7 +75,7 @@ class FedAlt(FedAvg):
         if self.personal_steps is not None:
             check_count("personal_steps", self.personal_steps)
 
-    def unsent(self, clients: Personal) -> Any:
+    def unsent(self, clients: Personal) -> Float[Array, "n d"] | None:
         return clients.residual
 
     def init_client(self, w: Vector) -> Personal:
@@ -69,17 +87,21 @@ class FedAlt(FedAvg):
         return Personal(personal, residual), packet
 
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:
-        """LocalAlt: v_i with w fixed, then w with v_i fixed. The new v_i, and how far w went."""
+        """Take the steps of LocalAlt: v_i with w fixed, then w with v_i fixed.
+
+        Returns:
+            The next v_i, and the pseudo-gradient of w.
+        """
         own_key, shared_key = jax.random.split(client.key)
         step_size, own_step = self.steps(client)
         steps = self.local_steps if self.personal_steps is None else self.personal_steps
 
-        def own(v: Vector, key: Key[Array, ""]) -> Vector:
+        def own(v: Vector, key: PRNGKey) -> Vector:
             return self.own_slope(client, client.w, v, key)
 
         personal = personal - own_step * descend(own, personal, steps, own_key, own_step)
 
-        def shared(w: Vector, key: Key[Array, ""]) -> Vector:
+        def shared(w: Vector, key: PRNGKey) -> Vector:
             return self.shared_slope(client, w, personal, key)
 
         steps, optimizer = self.local_steps, self.local_optimizer
@@ -87,15 +109,15 @@ class FedAlt(FedAvg):
             shared, client.w, steps, shared_key, step_size, optimizer, client.round
         )
 
-    def steps(self, client: Client) -> tuple[Any, Any]:
-        """γ_u and γ_v in this round."""
+    def steps(self, client: Client) -> tuple[Scalar, Scalar]:
+        """Return γ_u and γ_v of this round."""
         shared = at(self.step_size, client.round)
         return shared, shared if self.personal_step_size is None else self.personal_step_size
 
-    def own_slope(self, client: Client, w: Vector, v: Vector, key: Any) -> Vector:
-        """∇_v h_i(w, v)."""
+    def own_slope(self, client: Client, w: Vector, v: Vector, key: PRNGKey) -> Vector:
+        """Return ∇_v h_i(w, v)."""
         return client.grad(v, key) * self.mixing + (v - w) * self.proximity
 
-    def shared_slope(self, client: Client, w: Vector, v: Vector, key: Any) -> Vector:
-        """∇_w h_i(w, v)."""
+    def shared_slope(self, client: Client, w: Vector, v: Vector, key: PRNGKey) -> Vector:
+        """Return ∇_w h_i(w, v)."""
         return client.grad(w, key) * (1 - self.mixing) + (w - v) * self.proximity

@@ -1,4 +1,4 @@
-"""FedAvg: federated averaging, with any selection of clients, local optimiser and compression.
+"""FedAvg: federated averaging, with any selection of clients, local optimizer and compression.
 
 Paper: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
 (2017), Algorithm 1.
@@ -10,18 +10,15 @@ Paper: McMahan et al., "Communication-Efficient Learning of Deep Networks from D
 | `step_size` | η | local; with a `local_optimizer`, the server's (1: plain averaging) |
 | `participants` | C·K | or `weighting` and `selection` |
 | `local_steps` | E·n_k/B | minibatches are the problem's `batch_size` |
-| `weighting` | n_k/n | `DataSize` is the paper's; by default all count the same |
+| `weighting` | n_k/n | `DataSize` is the paper's; by default all clients have equal weight |
 
 It is FedSGM without a constraint, to the bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Key, PyTree
 
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.algorithms.participating import Drawn
@@ -38,13 +35,11 @@ from fedsolve.fields import (
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
 
 class Averaging(CompressedTraining):
-    """What FedAvg and its relatives have in common: local steps from w, and a server that moves w
-    along what the participants sent. With a `local_optimizer`, `step_size` is the server's.
+    """Base class of FedAvg and its relatives: local steps from w, and a server step along the mean.
 
     Compression is as in FedSGM: error feedback on a biased uplink, EF21-P on the downlink.
     """
@@ -55,25 +50,44 @@ class Averaging(CompressedTraining):
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
 
-    def step(self, fed: Federation, x: Vector, update: Vector, key: Key[Array, ""]) -> Vector:
-        """On the server: x moved by the update, and published."""
+    def step(self, fed: Federation, x: Vector, update: Vector, key: PRNGKey) -> Vector:
+        """Move x by the update, on the server, and publish it."""
         x = fed.project(x - at(self.step_size, fed.round) * update)
         fed.publish(self.downlink(x - fed.w, key))
         return x
 
 
 class FedAvg(Averaging):
-    """Federated averaging: participants take local steps from w and send what they moved; the
-    server moves w by the (weighted) mean of that."""
+    """Federated averaging: the server moves w by the mean of the clients' changes.
+
+    In every round the participants take local steps from w and send their change.
+
+    Args:
+        step_size: η of the local steps, a number or a schedule; with a `local_optimizer`, the
+            server's step (1 is plain averaging).
+        local_steps: The local steps of a client in a round.
+        local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
+            None for gradient descent.
+        uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
+        downlink: The compressor of the server (EF21-P), which must be contractive.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> algorithm = fs.FedAvg(0.05, local_steps=2, participants=2, weighting="DataSize")
+        >>> run = fs.solve(problem, algorithm, rounds=3)
+        >>> run.history["cohort"].shape
+        (3, 2)
+    """
 
     # On the server
 
     def init(self, w: Vector) -> Vector:
         return w
 
-    def round(
-        self, fed: Federation, server: Vector, key: Key[Array, ""]
-    ) -> tuple[Vector, dict[str, Any]]:
+    def round(self, fed: Federation, server: Vector, key: PRNGKey) -> tuple[Vector, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         update = self.combine(fed.ask(self.improve, drawn.cohort, when=drawn.available), drawn)
@@ -82,7 +96,7 @@ class FedAvg(Averaging):
         return x, drawn.info
 
     def combine(self, answers: Replies, drawn: Drawn) -> Vector:
-        """The mean of what arrived, by weight."""
+        """Return the weighted mean of the answers that arrived."""
         return answers.mean(drawn.weights)
 
     # On a client

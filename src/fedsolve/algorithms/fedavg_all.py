@@ -6,7 +6,7 @@ Paper: S. Zhou and G. Y. Li, "Federated Learning via Inexact ADMM", Algorithm 2 
 |---|---|---|
 | `step_size` | γ/m | local |
 | `local_steps` | k_0 | from w, by the participants |
-| `kept` | w_i^k | kept by client i: where it came to when it was last heard |
+| `kept` | w_i^k | kept by client i: its parameters when it last answered |
 
     w = (1/m) Σ w_i   over all clients, absent ones with their last w_i
 
@@ -16,10 +16,8 @@ is `FedAvg`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.packets import Packet
@@ -27,13 +25,29 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Info, PRNGKey, Vector
 
 
 class FedAvgAll(FedAvg):
-    """Federated averaging over all clients' last parameters, also those of absent clients
-    (Algorithm 2 of FedADMM's paper). A compressed uplink sends C(w_i − what the server has)."""
+    """Federated averaging over all clients' last parameters (Algorithm 2 of FedADMM's paper).
+
+    Absent clients are in the average with their last parameters. A compressed uplink sends
+    C(w_i − ŵ_i), where ŵ_i is what the server has of w_i.
+
+    Args:
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> algorithm = fs.FedAvgAll(0.05, local_steps=2, participants=2)
+        >>> run = fs.solve(problem, algorithm, rounds=3)
+        >>> bool(run.history["objective"][-1] < run.history["objective"][0])
+        True
+    """
 
     weighs_objective = False  # of all clients' last parameters, each counts the same
 
@@ -44,9 +58,7 @@ class FedAvgAll(FedAvg):
                 f"{type(self.uplink).__name__} is unbiased (RandK(unbiased=False) would do)."
             )
 
-    def round(
-        self, fed: Federation, server: Vector, key: Key[Array, ""]
-    ) -> tuple[Vector, dict[str, Any]]:
+    def round(self, fed: Federation, server: Vector, key: PRNGKey) -> tuple[Vector, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         moved = fed.ask(self.improve, drawn.cohort, when=drawn.available).sum()
@@ -56,7 +68,7 @@ class FedAvgAll(FedAvg):
         self.learn(fed, -moved)
         return server, drawn.info
 
-    def unsent(self, clients: Any) -> None:
+    def unsent(self, clients: Float[Array, "n d"]) -> None:
         return None  # clients keep what the server has of them
 
     def init_client(self, w: Vector) -> Vector:

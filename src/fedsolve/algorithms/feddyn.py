@@ -18,12 +18,12 @@ With a `local_optimizer` the server goes only `step_size` of the way from w to t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import Averaging
 from fedsolve.compression.error_feedback import no_residual
@@ -31,8 +31,7 @@ from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, at, check_positive, scalar
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Info, PRNGKey, Vector
 
 
 class Kept(NamedTuple):
@@ -43,7 +42,22 @@ class Kept(NamedTuple):
 
 
 class FedDyn(Averaging):
-    """Local problems that move with the server's, so that all of them agree at the optimum."""
+    """Federated averaging with dynamic regularisation: local problems agree at the optimum.
+
+    Args:
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        regularization: α.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> run = fs.solve(problem, fs.FedDyn(0.02, local_steps=2), rounds=3)
+        >>> bool(run.history["objective"][-1] < run.history["objective"][0])
+        True
+    """
 
     weighs_objective = False  # the dual is a plain mean
 
@@ -57,9 +71,7 @@ class FedDyn(Averaging):
     def init(self, w: Vector) -> Vector:
         return 0 * w  # h
 
-    def round(
-        self, fed: Federation, server: Vector, key: Key[Array, ""]
-    ) -> tuple[Vector, dict[str, Any]]:
+    def round(self, fed: Federation, server: Vector, key: PRNGKey) -> tuple[Vector, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         answers = fed.ask(self.improve, drawn.cohort, when=drawn.available)
@@ -72,7 +84,7 @@ class FedDyn(Averaging):
         self.learn(fed, update)
         return dual, drawn.info
 
-    def unsent(self, clients: Kept) -> Any:
+    def unsent(self, clients: Kept) -> Float[Array, "n d"] | None:
         return clients.residual
 
     # On a client
@@ -83,7 +95,7 @@ class FedDyn(Averaging):
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         alpha = self.regularization
 
-        def direction(v: Vector, key: Key[Array, ""]) -> Vector:
+        def direction(v: Vector, key: PRNGKey) -> Vector:
             return client.grad(v, key) - kept.dual + alpha * (v - client.w)
 
         total = self.descend(client, direction)

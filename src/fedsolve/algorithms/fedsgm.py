@@ -32,7 +32,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.algorithms.guarantee import Guarantee
@@ -53,8 +53,7 @@ from fedsolve.fields import (
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Flag, Info, PRNGKey, PyTree, Vector
 
 
 class Server(eqx.Module):
@@ -66,17 +65,41 @@ class Server(eqx.Module):
 
 
 class FedSGM(CompressedTraining):
-    """Switching gradients under a functional constraint, with local steps, partial participation
-    and compression both ways (Algorithm 1).
+    """Minimise under a functional constraint with switching gradients (Algorithm 1).
 
-    Every round, m clients report g_j(w_t); their mean Ĝ decides σ; they take E steps along
-    (1 − σ)∇f_j + σ∇g_j and send what they moved, compressed; the server steps, projects, and
-    publishes its own compressed change. `run.average` is w̄, the average of w_t weighted by 1 − σ_t:
-    over feasible rounds for hard switching (Theorem 1), by α_t for soft switching (Theorem 2).
+    In every round, m clients report g_j(w_t), whose mean Ĝ decides σ. They take E steps along
+    (1 − σ)∇f_j + σ∇g_j and send their change, compressed. The server steps, projects, and publishes
+    its own compressed change. `run.average` is w̄, the average of w_t weighted by 1 − σ_t: over
+    feasible rounds for hard switching (Theorem 1), by α_t for soft switching (Theorem 2).
 
-    With weights p of clients, the problem is min Σ p_j f_j subject to Σ p_j g_j ≤ 0. Both take the
-    same ones: steps along Σ p_j ∇g_j must reduce the g whose sign decides. (Of a constraint on sums
-    over samples, clients count by their samples, whatever p is.)
+    With weights p of clients, the problem is min Σ p_j f_j subject to Σ p_j g_j ≤ 0. Both sums have
+    the same weights, since steps along Σ p_j ∇g_j must reduce the g whose sign decides. (In a
+    constraint on sums over samples, clients are weighted by their samples, whatever p is.)
+
+    Args:
+        step_size: η, a number or a schedule; with a `local_optimizer`, the server's step.
+        tolerance: ε, points with g(w) ≤ ε are treated as feasible.
+        switching: σ as a function of the violation, `Hard()` or `Soft(beta)`.
+        local_steps: E, the local steps of a client in a round.
+        uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
+        downlink: The compressor of the server (EF21-P), which must be contractive.
+        local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
+            None for gradient descent.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: 0.5 * jnp.sum((w - data["target"]) ** 2),
+        ...     clients={"target": jnp.eye(3)},
+        ...     params=jnp.zeros(3),
+        ...     constraint=lambda w, data: jnp.sum(w) - 0.5,
+        ... )
+        >>> run = fs.solve(problem, fs.FedSGM(0.1, tolerance=0.01, local_steps=2), rounds=3)
+        >>> sorted(set(run.history) & {"constraint", "objective", "switch"})
+        ['constraint', 'objective', 'switch']
     """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
@@ -86,7 +109,7 @@ class FedSGM(CompressedTraining):
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
     local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
-    # What a theorem promises for exactly these numbers; `dataclasses.replace` drops it.
+    # The guarantee of a theorem for exactly these numbers; `dataclasses.replace` drops it.
     guarantee: Guarantee | None = eqx.field(static=True, init=False, default=None)
 
     def __check_init__(self):
@@ -106,12 +129,28 @@ class FedSGM(CompressedTraining):
         downlink: Compressor | None = None,
         **known: Any,
     ) -> FedSGM:
-        """With the step size, tolerance and β of the theorem that covers the case, which is then
-        `guarantee`; after the run, `run.certificate()` says how it was kept.
+        """Take step size, tolerance and β from the theorem that covers the case.
 
-        `known` are constants by their names in `fs.theory.fedsgm` (`distance`, `lipschitz`,
-        `sigma`, `failure`, …). D comes from the domain and G, σ and noise are estimated at `points`
-        sampled points where they are not given; `guarantee.unchecked` says so.
+        The theorem's guarantee is then `guarantee`; `run.certificate()` compares the run with it.
+
+        Args:
+            problem: The problem.
+            rounds: The number of rounds T.
+            soft: Whether to switch softly.
+            participants: m, the participants in a round; None for all clients.
+            local_steps: E, the local steps of a client in a round.
+            uplink: The compressor of the clients; None for no compression.
+            downlink: The compressor of the server; None for no compression.
+            known: Constants by their names in `fs.theory.fedsgm` (`distance`, `lipschitz`,
+                `sigma`, `failure`, …). If they are not given, D is taken from the domain, and G, σ
+                and the noise are estimated at `points` sampled points; `guarantee.unchecked` lists
+                such assumptions.
+
+        Returns:
+            The algorithm.
+
+        Raises:
+            InvalidInput: If no theorem covers the case.
         """
         from fedsolve.theory.fitting import fedsgm_for  # theory builds on algorithms
 
@@ -143,9 +182,7 @@ class FedSGM(CompressedTraining):
     def init(self, w: Vector) -> Server:
         return Server(x=w, average=jnp.zeros_like(w), weight=jnp.zeros((), w.dtype))
 
-    def round(
-        self, fed: Federation, server: Server, key: Key[Array, ""]
-    ) -> tuple[Server, dict[str, Any]]:
+    def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         sigma, focus, heard, info = self.switch(fed, drawn)
@@ -163,8 +200,12 @@ class FedSGM(CompressedTraining):
         self.learn(fed, update)
         return Server(x, average, weight), drawn.info | info
 
-    def switch(self, fed: Federation, drawn: Drawn) -> tuple[Any, PyTree, Any, dict[str, Any]]:
-        """σ, what clients must know of g, whether anyone was heard, and notes for the history."""
+    def switch(self, fed: Federation, drawn: Drawn) -> tuple[Float[Array, ""], PyTree, Flag, Info]:
+        """Compute σ.
+
+        Returns:
+            σ, what clients must know of g, whether any client answered, and what to record.
+        """
         if fed.constraint is None:
             return jnp.zeros((), fed.w.dtype), None, True, {}
         answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
@@ -172,7 +213,7 @@ class FedSGM(CompressedTraining):
         sigma = self.switching(estimate - self.tolerance)
         return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
 
-    def average(self, server: Server) -> Any:
+    def average(self, server: Server) -> Vector | None:
         return server.average if server.weight > 0 else None
 
     # On a client
@@ -181,17 +222,18 @@ class FedSGM(CompressedTraining):
         return residual, client.measure(client.w)
 
     def improve(
-        self, client: Client, residual: Vector | None, message: tuple[Any, PyTree]
+        self, client: Client, residual: Vector | None, message: tuple[Float[Array, ""], PyTree]
     ) -> tuple[Vector | None, Packet]:
         sigma, focus = message
 
-        def direction(w: Vector, key: Key[Array, ""]) -> Vector:
+        def direction(w: Vector, key: PRNGKey) -> Vector:
             return self.direction(client, w, sigma, focus, key)
 
         total = self.descend(client, direction)  # Δ_j
         return self.compress(client, residual, total)  # v_j = C_j(e_j + Δ_j), e_j ← e_j + Δ_j − v_j
 
-    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
-        """ν = (1 − σ)∇f_j(w) + σ∇g_j(w), or what the problem's own client puts in its place.
-        `PenaltyFedAvg` follows another one."""
+    def direction(
+        self, client: Client, w: Vector, sigma: Float[Array, ""], focus: PyTree, key: PRNGKey
+    ) -> Vector:
+        """Return ν = (1 − σ)∇f_j(w) + σ∇g_j(w); the problem's client may define another one."""
         return client.direction(w, sigma, focus, key)

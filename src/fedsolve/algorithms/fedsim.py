@@ -7,22 +7,35 @@ and v_i along their gradients at the same point (w, v_i).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Round, Vector
 
 
 class FedSim(FedAlt):
-    """Shared and personal parameters that move together; the server averages the shared ones."""
+    """Partial personalisation: shared and personal parameters move in the same local steps.
+
+    Args:
+        step_size, local_steps, uplink, downlink: Local training and compression; see `FedAvg`.
+        personal_step_size: γ_v, the step of the personal parameters; None for `step_size`.
+        mixing: α, the weight of the personal parameters in the objective.
+        proximity: μ, which keeps personal and shared parameters close.
+        personal_steps, local_optimizer: Not used: plain steps move both parts at the same time.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> run = fs.solve(problem, fs.FedSim(0.05, local_steps=2), rounds=3)
+        >>> run.state.clients.personal.shape
+        (4, 3)
+    """
 
     def __check_init__(self):
         if self.personal_steps is not None or self.local_optimizer is not None:
@@ -34,7 +47,7 @@ class FedSim(FedAlt):
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:
         step_size, own_step = self.steps(client)
 
-        def both(step: Any, carry: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
+        def both(step: Round, carry: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
             (v, total), key = carry, jax.random.fold_in(client.key, step)
             w = client.w - step_size * total
             own = self.own_slope(client, w, v, key)

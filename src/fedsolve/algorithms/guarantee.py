@@ -1,4 +1,4 @@
-"""What a theorem asks for, and what it promises then."""
+"""What a theorem requires and guarantees."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
-    """What a theorem asks for, and what it promises then.
+    """The step size and tolerance that a theorem requires, and the bounds that it then guarantees.
 
     Args:
-        theorem: Whose promise it is.
+        theorem: The name of the theorem.
         step_size: η.
         tolerance: ε.
         gamma: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
         bound: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible rounds.
         constraint_bound: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
-        probability: Of both bounds together.
+        probability: The probability of both bounds together.
         beta: β, for soft switching only.
         multiplier: Λ, for Theorem 10 only.
-        unchecked: The assumptions that nobody has checked.
+        unchecked: The assumptions that were not verified.
         rounds: T.
         local_steps: E.
         clients: n.
@@ -59,7 +59,7 @@ class Guarantee:
 
     @property
     def is_stationarity(self) -> bool:
-        """Whether `bound` is about ‖w − ŵ(w)‖, as f is not convex."""
+        """Whether `bound` is about ‖w − ŵ(w)‖, since f is not convex."""
         return self.multiplier is not None
 
     def __str__(self) -> str:

@@ -12,23 +12,21 @@ under Strategic Participation" (2026), Algorithm 1.
 | `step_size` | γ | |
 | `game_step_size` | γ̃ | at most μ_F/L_F² (`game.monotonicity().step_size`) |
 | `local_steps` | H = T_{r+1} − T_r | a step draws the problem's `batch_size` samples |
-| `start` | N̂_0 | the middle of the bounds unless told |
+| `start` | N̂_0 | by default the middle of the bounds |
 | `contributions` | N̂_r | kept by the server |
 | history `participation`, `weights` | N̂_{r+1}, p_{r+1} | after the round |
 
-With bounds that leave no choice, the same for all and equal to what clients have, it is FedAvg: to
-the bit where 1/m is exact (m a power of two), else to rounding, as the compiler treats weights that
-are known beforehand otherwise than others.
+With bounds that leave no choice, equal for all clients and to their numbers of samples, it is
+FedAvg: to the bit if 1/m is exact (m a power of two), else up to rounding, since the compiler
+treats known weights differently.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.compression.compressors import Compressor, Identity
@@ -57,8 +55,8 @@ from fedsolve.participation.strategic import (
 from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
-Vector = Float[Array, " d"]
 SUBSET = 2**31 - 1  # the subset's own key among those of the local steps
 
 
@@ -72,9 +70,32 @@ class Server(eqx.Module):
 class IncentFedAvg(CompressedTraining):
     """Federated averaging with strategic participation (Algorithm 1).
 
-    Every round, client i draws a random subset of ⌈N_i⌉ of its samples, takes local steps on it,
-    and moves N_i against the slope of its own loss in the game; the server weighs the models by the
-    new N. A client that does not answer keeps its N. Compression is as in FedAvg.
+    In every round, client i draws a random subset of ⌈N_i⌉ of its samples, takes local steps on it,
+    and moves N_i along the negative gradient of its own loss in the game. The server weights the
+    models by the new N. A client that does not answer keeps its N.
+
+    Args:
+        game: The game that the clients play.
+        game_step_size: γ̃, the step of the clients' choices; at most μ_F/L_F².
+        start: N̂_0, one number or one for each client; None for the middle of the bounds.
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        participants, selection, availability: Which clients take part; see `Participating`.
+        weighting: Not used: clients are weighted by what they contribute.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=3, size=3, smallest=5, largest=5)
+        >>> game = fs.Game(
+        ...     payoff=fs.games.RandomDiscovery([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]),
+        ...     cost=fs.games.LinearCost([0.9, 0.4, 0.9]),
+        ...     lower=1,
+        ...     upper=5,
+        ...     regularization=0.1,
+        ... )
+        >>> run = fs.solve(problem, fs.IncentFedAvg(game, 0.05, 0.1), rounds=3)
+        >>> run.history["participation"].shape
+        (3, 3)
     """
 
     game: Game
@@ -91,17 +112,17 @@ class IncentFedAvg(CompressedTraining):
         check_positive("game_step_size", self.game_step_size)
         if not isinstance(self.weighting, Uniform):
             raise InvalidInput(
-                "IncentFedAvg weighs clients by what they contribute; give it no weighting."
+                "IncentFedAvg weights clients by what they contribute; give it no weighting."
             )
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
         check_players(self.game, self.start, problem)
 
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> Info:
         return known_limits(self.game)
 
-    def objective_weights(self, server: Server, participation: Any) -> Float[Array, " m"]:
+    def objective_weights(self, server: Server, participation: PyTree) -> Float[Array, " m"]:
         return server.contributions / jnp.sum(server.contributions)
 
     # On the server
@@ -109,9 +130,7 @@ class IncentFedAvg(CompressedTraining):
     def init(self, w: Vector) -> Server:
         return Server(w, first_contributions(self.game, self.start, w.dtype))
 
-    def round(
-        self, fed: Federation, server: Server, key: Key[Array, ""]
-    ) -> tuple[Server, dict[str, Any]]:
+    def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         before, cohort = server.contributions, drawn.cohort

@@ -18,12 +18,12 @@ with z = R_v(x), z_global = R_w(x), z_previous = R_{previous}(x), and sim the co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.error_feedback import no_residual
@@ -32,8 +32,8 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
+from fedsolve.types import PRNGKey, Vector
 
-Vector = Float[Array, " d"]
 Representations = Float[Array, "samples features"]
 
 
@@ -45,8 +45,32 @@ class Kept(NamedTuple):
 
 
 class MOON(FedAvg):
-    """Averaging in which representations are drawn to the server's model and away from a client's
-    own previous one."""
+    """Federated averaging with a contrastive loss on representations.
+
+    The loss draws the representations of the local model towards those of the server's model, and
+    away from those of the client's previous model.
+
+    Args:
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        contrast: μ, the weight of the contrastive loss; 0 is FedAvg.
+        temperature: τ.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: 0.5 * jnp.mean((data["x"] @ w - data["y"]) ** 2),
+        ...     clients={"x": jnp.ones((4, 5, 3)), "y": jnp.ones((4, 5))},
+        ...     params=jnp.zeros(3),
+        ...     representation=lambda w, data: data["x"] * w,
+        ... )
+        >>> run = fs.solve(problem, fs.MOON(0.05, contrast=0.1), rounds=3)
+        >>> bool(run.history["objective"][-1] < run.history["objective"][0])
+        True
+    """
 
     contrast: Scalar = eqx.field(converter=scalar("contrast"), default=1.0)
     temperature: Scalar = eqx.field(converter=scalar("temperature"), default=0.5)
@@ -65,7 +89,7 @@ class MOON(FedAvg):
 
     # On the server
 
-    def unsent(self, clients: Kept) -> Any:
+    def unsent(self, clients: Kept) -> Float[Array, "n d"] | None:
         return clients.residual
 
     # On a client
@@ -74,7 +98,7 @@ class MOON(FedAvg):
         return Kept(w, no_residual(self.uplink, w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
-        def loss(v: Vector, key: Key[Array, ""]) -> Float[Array, ""]:
+        def loss(v: Vector, key: PRNGKey) -> Float[Array, ""]:
             z, weights = client.representation(v, key)
             positive = similarity(z, client.representation(client.w, key)[0]) / self.temperature
             negative = similarity(z, client.representation(kept.previous, key)[0])
@@ -88,7 +112,7 @@ class MOON(FedAvg):
 
 
 def similarity(z: Representations, other: Representations) -> Float[Array, " samples"]:
-    """The cosine between rows."""
+    """Return the cosine between rows."""
     squares = jnp.sum(z**2, axis=1) * jnp.sum(other**2, axis=1)
     # Bounded below inside the root: rectified rows can be all zero, where its slope is infinite.
     return jnp.sum(z * other, axis=1) / jnp.sqrt(jnp.maximum(squares, 1e-16))

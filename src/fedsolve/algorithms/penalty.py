@@ -19,41 +19,65 @@ centralized penalty method.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import equinox as eqx
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float
 
-from fedsolve.algorithms.fedsgm import FedSGM, Server, Vector
+from fedsolve.algorithms.fedsgm import FedSGM, Server
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class PenaltyFedAvg(FedSGM):
-    """FedAvg on f + ρ[g − ε]₊, the baseline that FedSGM is compared with.
+    """Minimise f + ρ[g − ε]₊ with FedAvg: the baseline that FedSGM is compared with.
 
-    Local steps, participation and compression are FedSGM's. `switching` says how the penalty comes
-    in: `Hard()` is the subgradient of the penalty, `Soft(beta)` smooths its kink.
+    Local steps, participation and compression are FedSGM's.
+
+    Args:
+        rho: ρ, the weight of the penalty; 0 is FedAvg.
+        tolerance: ε, the penalty is on where Ĝ > ε.
+        switching: `Hard()` is the subgradient of the penalty, `Soft(beta)` smooths its kink.
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedSGM`.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> problem = fs.Problem(
+        ...     objective=lambda w, data: 0.5 * jnp.sum((w - data["target"]) ** 2),
+        ...     clients={"target": jnp.eye(3)},
+        ...     params=jnp.zeros(3),
+        ...     constraint=lambda w, data: jnp.sum(w) - 0.5,
+        ... )
+        >>> run = fs.solve(problem, fs.PenaltyFedAvg(0.1, rho=2.0), rounds=3)
+        >>> run.history["objective"].shape
+        (3,)
     """
 
     rho: Scalar = eqx.field(converter=scalar("rho"), kw_only=True)
 
     @classmethod
-    def from_theory(cls, *_: Any, **__: Any) -> NoReturn:
-        """There is no theory of it."""
+    def from_theory(cls, *_: object, **__: object) -> NoReturn:
+        """Raise: there is no theory of this algorithm."""
         raise InvalidInput("No theorem is about PenaltyFedAvg; take FedSGM.from_theory.")
 
     def __check_init__(self):
         check_positive("rho", self.rho, zero=True)
 
     def average(self, server: Server) -> None:
-        """Nothing is promised about an average."""
+        """Return None: no theorem is about an average."""
         return
 
-    def direction(self, client: Client, w: Vector, sigma: Any, focus: PyTree, key: Any) -> Vector:
-        """ν = ∇f_j(w) + σρ∇g_j(w); a gradient of weight 0 is not computed."""
+    def direction(
+        self, client: Client, w: Vector, sigma: Float[Array, ""], focus: PyTree, key: PRNGKey
+    ) -> Vector:
+        """Return ν = ∇f_j(w) + σρ∇g_j(w); a gradient of weight 0 is not computed."""
 
         def penalised(slope: Vector) -> Vector:
             return slope + sigma * self.rho * client.constraint_grad(w, focus, key)

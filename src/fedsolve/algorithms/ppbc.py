@@ -5,7 +5,7 @@ and Algorithm 2 (PPBC+, clients that come and go).
 
     minimise f(x) = (1/M) Σ f_m(x)
 
-or, with weights that are the problem's own (`Strategic`), Σ p_m f_m(x): p_m is then in 1/M's place.
+or, with weights that are part of the problem (`Strategic`), Σ p_m f_m(x): p_m replaces 1/M.
 
 | here | paper | |
 |---|---|---|
@@ -13,11 +13,11 @@ or, with weights that are the problem's own (`Strategic`), Σ p_m f_m(x): p_m is
 | `momentum` | θ | `"theory"`: γLp²/2, Theorem 3.2 |
 | `epoch_end` | p | iterations of an epoch: H ~ Geom(p), P(H = j) = p(1 − p)^j, j ≥ 0 |
 | `weighting`, `cap` | π, α | weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M} |
-| `select_epoch`, `select_round` | R̂, R̃ | what they leave is projected onto the capped set, too |
+| `select_epoch`, `select_round` | R̂, R̃ | the selected weights are projected onto the capped set |
 | `availability` | η_m, q_m | with it, this is PPBC+ |
-| `previous` | g^{k−1,H} | the last epoch's surrogates, added up |
+| `previous` | g^{k−1,H} | the sum of the last epoch's surrogates |
 | `gathered` | Σ_h (1/M) ∇f_m | kept by client m, over this epoch |
-| `sent` | Σ_h Σ_m π̃_m ∇f_m | what the server got in this epoch |
+| `sent` | Σ_h Σ_m π̃_m ∇f_m | what the server received in this epoch |
 
 A round is one iteration of an epoch: every client that is up computes, those selected send. In the
 paper client m keeps g_m = (1 − θ) Σ_h (1/M − π̃_m)∇f_m. Their sum is all that the server uses, and
@@ -26,24 +26,24 @@ it knows the part with π̃ itself, so clients need not be told π̃: they keep 
 A round that ends an epoch (`epoch_end` in the history; `epochs` counts them) also makes the next
 one's first move, line 7; its parameters are the next epoch's start x^{k,0}, where the theorems
 hold: measure there.
-Empty epochs (H = 0) need no round of their own: all they do is to forget `previous`.
+Empty epochs (H = 0) take no round: their only effect is to reset `previous`.
 
-In PPBC+ a gradient counts η_m/q_m, which keeps the expectation of line 17 only if π̃ does not depend
-on this round's η. So weights are asked for when an epoch begins, of all clients: all of them were
-reached just before, for their surrogates. R̃ of Algorithm 2 is the outage itself; a `select_round`
-comes on top, and draws by what was known at the epoch's start, whoever is up.
+In PPBC+ a gradient has weight η_m/q_m, which keeps the expectation of line 17 only if π̃ does not
+depend on this round's η. So all clients are asked for weights when an epoch begins: all of them
+were reached just before, for their surrogates. R̃ of Algorithm 2 is the outage itself; a
+`select_round` comes on top, and uses the weights of the epoch's start, whichever clients are up.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Int
 
 from fedsolve.algorithms.common import LocalTraining
 from fedsolve.algorithms.two_level import SelectingTwice
@@ -64,12 +64,11 @@ from fedsolve.fields import (
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Info, PRNGKey, Round, Vector
 
 
 class Theory(eqx.Module):
-    """θ as Theorem 3.2 allows it."""
+    """θ = γLp²/2, as in Theorem 3.2."""
 
 
 class Server(eqx.Module):
@@ -90,25 +89,50 @@ class Kept(NamedTuple):
     epoch: Int[Array, ""]
 
 
-def _momentum(value: Any) -> Any:
-    return Theory() if value == "theory" else scalar("momentum")(value)
+def _momentum(value: object) -> Scalar | Theory:
+    """Convert a number or the word "theory"."""
+    is_word = isinstance(value, str) and value == "theory"
+    return Theory() if is_word else scalar("momentum")(value)
 
 
 class PPBC(LocalTraining, SelectingTwice):
-    """Partial participation with bias correction: whoever is selected, however unfairly, the
-    clients keep what the selection left out, and the server makes up for it once an epoch.
+    """Partial participation with bias correction, under any selection of clients.
 
-    - Clients are selected once an epoch and again in every round, as `SelectingTwice` has it.
-    - `smoothness` is L, for `momentum="theory"`. A fixed θ does not vanish with γ, and neither does
-      the error that it leaves; 0 is safe.
-    - With `local_steps` or a `local_optimizer` a client's change takes the gradient's place.
-    - `availability` makes it PPBC+: gradients count 1/q_m while a client is up.
-    - `correction=False` leaves out all that PPBC adds: FedAvg with the same strategy.
-    - As in the authors' code: `epoch_length` (a fixed number of iterations, in place of
-      `epoch_end`), `counting="uniform"` (whoever is selected counts 1/M) and
-      `surrogate="current"`: θ multiplies what this epoch left out so far, from the second epoch on,
-      and nothing is made up for at its end. For that the server hears all clients in every round:
-      it is no partial participation.
+    However biased the selection is, clients accumulate what it leaves out, and the server adds it
+    once per epoch. Clients are selected for an epoch and again in every round (`SelectingTwice`).
+    With an `availability` this is PPBC+: gradients have weight 1/q_m while a client is up.
+
+    The options `epoch_length`, `counting="uniform"` and `surrogate="current"` are those of the
+    authors' code. With `surrogate="current"`, θ multiplies what this epoch left out so far, from
+    the second epoch on, and nothing is added at its end. All clients then answer in every round:
+    this is not partial participation.
+
+    Args:
+        step_size: γ, a number or a schedule.
+        momentum: θ; `"theory"` is γLp²/2. A fixed θ leaves an error that does not vanish with γ; 0
+            is safe.
+        epoch_end: p, the probability that an epoch ends after a round.
+        smoothness: L, for `momentum="theory"`.
+        local_steps: The local steps of a client in a round; with more than one, a client's change
+            replaces its gradient.
+        local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
+            None for gradient descent.
+        epoch_length: A fixed number of rounds in an epoch, instead of `epoch_end`.
+        surrogate: `"previous"`, as in the paper, or `"current"`, as in the authors' code.
+        correction: Whether there is a correction; without one it is FedAvg with the same selection.
+        weighting, availability, select_epoch, select_round, round_weighting, cap, counting: Which
+            clients take part; see `SelectingTwice`.
+        participants, selection: Not used; see `select_epoch`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> algorithm = fs.PPBC(
+        ...     0.05, weighting="GradientNorm", select_epoch=fs.participation.Top(2)
+        ... )
+        >>> run = fs.solve(problem, algorithm, rounds=3)
+        >>> run.history["cohort"].shape
+        (3, 2)
     """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
@@ -137,11 +161,13 @@ class PPBC(LocalTraining, SelectingTwice):
             self._warn()
 
     def _warn(self) -> None:
-        known = 0.0 if self.smoothness is None else self.smoothness
-        numbers: tuple[Any, ...] = (self.momentum, self.epoch_end, self.step_size, known)
-        if self.epoch_length is not None or not all(isinstance(x, float) for x in numbers):
+        """Warn if θ is larger than theory allows."""
+        theta, p, gamma = self.momentum, self.epoch_end, self.step_size
+        smoothness = 0.0 if self.smoothness is None else self.smoothness
+        if self.epoch_length is not None or not (isinstance(theta, float) and isinstance(p, float)):
             return
-        theta, p, gamma, smoothness = numbers
+        if not (isinstance(gamma, float) and isinstance(smoothness, float)):
+            return
         if gamma <= 0:
             return  # an error, which `LocalTraining` raises
         most = min(gamma * (smoothness or np.inf), 1.0) * p**2 / 2  # no step is more than 1/L
@@ -155,7 +181,7 @@ class PPBC(LocalTraining, SelectingTwice):
 
     @property
     def keeps(self) -> bool:
-        """Whether clients keep what the selection leaves out of their gradients."""
+        """Whether clients accumulate what the selection leaves out of their gradients."""
         return self.correction and self.surrogate == "previous"
 
     # On the server
@@ -164,9 +190,7 @@ class PPBC(LocalTraining, SelectingTwice):
         zero = jnp.zeros_like(w)
         return Server(w, zero, zero, jnp.int32(0), jnp.int32(0))
 
-    def round(
-        self, fed: Federation, server: Server, key: Key[Array, ""]
-    ) -> tuple[Server, dict[str, Any]]:
+    def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         to_select, to_end = jax.random.split(key)
         up, after = self.draw_available(fed, jax.random.fold_in(to_select, 1))
         fed.participation = fed.participation._replace(availability=after)
@@ -181,7 +205,7 @@ class PPBC(LocalTraining, SelectingTwice):
             fed.ask(self.work, fed.everyone, server.epoch, when=up)
             answers = fed.ask(self.send, cohort, when=when)
             heard = answers.sum(share)
-        elif self.correction:  # `previous` is this epoch's own, and the server adds it up
+        elif self.correction:  # `previous` is this epoch's own sum, kept by the server
             answers = fed.ask(self.improve, fed.everyone, when=up)
             heard = answers.sum(jnp.zeros(fed.clients, share.dtype).at[cohort].set(share))
             previous = previous + (1 - theta) * (self.target(fed, answers) - heard)
@@ -211,20 +235,21 @@ class PPBC(LocalTraining, SelectingTwice):
         return now, info | ({} if up is True else {"up": up})
 
     def target(self, fed: Federation, replies: Replies) -> Vector:
-        """(1/M) Σ of what all clients said, or Σ p_m."""
+        """Return (1/M) Σ reply_m over all clients, or Σ p_m reply_m."""
         weights = self.weighting.objective_weights(fed.participation.weighting)
         return replies.sum() / fed.clients if weights is None else replies.sum(weights)
 
-    def theta(self, round: Any) -> Any:
-        """θ in this round."""
+    def theta(self, round: Round) -> Scalar:
+        """Return θ in this round."""
         if not isinstance(self.momentum, Theory):
+            assert not isinstance(self.momentum, str)  # the converter allows no other word
             return self.momentum
         assert self.smoothness is not None
         p = self.epoch_end if self.epoch_length is None else 1 / self.epoch_length
         return at(self.step_size, round) * self.smoothness * p**2 / 2
 
-    def ends(self, done: Int[Array, ""], key: Key[Array, ""]) -> tuple[Any, Any]:
-        """Whether the epoch ends after this iteration, and whether empty epochs follow it."""
+    def ends(self, done: Int[Array, ""], key: PRNGKey) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+        """Return whether the epoch ends after this iteration, and whether empty epochs follow."""
         if self.epoch_length is not None:
             return done >= self.epoch_length, jnp.asarray(False)
         ends, empty = jax.random.bernoulli(key, self.epoch_end, (2,))
@@ -247,14 +272,14 @@ class PPBC(LocalTraining, SelectingTwice):
         return kept, Identity()(self.gathered(kept, epoch))
 
     def gathered(self, kept: Kept, epoch: Int[Array, ""]) -> Vector:
-        """What a client gathered in this epoch; one that was down at first begins late."""
+        """Return the client's sum of gradients of this epoch: 0 if this is its first round."""
         return jnp.where(kept.epoch == epoch, kept.gathered, 0)
 
     def improve(self, client: Client, kept: None) -> tuple[None, Packet]:
         return None, Identity()(self.pseudo_gradient(client))
 
     def pseudo_gradient(self, client: Client) -> Vector:
-        """∇f_m(x), or what stands for it, times 1/q_m for a client that is not always up."""
+        """Return ∇f_m(x) or the change of local steps; in PPBC+, divided by q_m."""
         total = self.descend(client, client.grad)
         if self.availability is None:
             return total

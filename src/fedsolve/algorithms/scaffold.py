@@ -11,7 +11,7 @@ Paper: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federa
 | `control` of the server, of a client | c, c_i | all zero at first |
 
 A client steps along g_i(y) − c_i + c, and its control becomes c_i⁺ = c_i − c + (x − y)/(Kη_l): the
-mean of its gradients on the way, which is how it is computed here, with any optimiser. The server's
+mean of its gradients on the way, which is how it is computed here, with any optimizer. The server's
 control moves by the change of the clients' controls over the number M of *all* clients,
 
     c ← c + (1/M) Σ_{i in S} (c_i⁺ − c_i),
@@ -21,11 +21,11 @@ so that it stays the mean of all c_i. Both the change of the model and that of t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import Averaging
 from fedsolve.compression.error_feedback import no_residual, with_feedback
@@ -33,8 +33,7 @@ from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
-
-Vector = Float[Array, " d"]
+from fedsolve.types import Info, PRNGKey, Vector
 
 
 class Server(NamedTuple):
@@ -53,7 +52,22 @@ class Kept(NamedTuple):
 
 
 class SCAFFOLD(Averaging):
-    """Averaging with control variates, which take the clients' drift out of their local steps."""
+    """Federated averaging with control variates, which correct the drift of local steps.
+
+    Args:
+        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
+            see `FedAvg`.
+        server_step_size: η_g, the server's step.
+        participants, weighting, selection, availability: Which clients take part; see
+            `Participating`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3, smallest=5, largest=5)
+        >>> run = fs.solve(problem, fs.SCAFFOLD(0.02, local_steps=2), rounds=3)
+        >>> bool(run.history["objective"][-1] < run.history["objective"][0])
+        True
+    """
 
     weighs_objective = False  # the control variate is a plain mean
 
@@ -67,9 +81,7 @@ class SCAFFOLD(Averaging):
     def init(self, w: Vector) -> Server:
         return Server(w, 0 * w)
 
-    def round(
-        self, fed: Federation, server: Server, key: Key[Array, ""]
-    ) -> tuple[Server, dict[str, Any]]:
+    def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         answers = fed.ask(self.improve, drawn.cohort, server.control, when=drawn.available)
@@ -79,7 +91,7 @@ class SCAFFOLD(Averaging):
         self.learn(fed, update)
         return Server(x, control), drawn.info
 
-    def unsent(self, clients: Kept) -> Any:
+    def unsent(self, clients: Kept) -> Float[Array, "n d"] | None:
         return clients.residual
 
     # On a client
@@ -90,7 +102,7 @@ class SCAFFOLD(Averaging):
     def improve(
         self, client: Client, kept: Kept, control: Vector
     ) -> tuple[Kept, tuple[Packet, Packet]]:
-        def direction(y: Vector, key: Key[Array, ""]) -> Vector:
+        def direction(y: Vector, key: PRNGKey) -> Vector:
             return client.grad(y, key) - kept.control + control
 
         total, directions = self.take_steps(client, direction)

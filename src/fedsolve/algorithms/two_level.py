@@ -1,4 +1,4 @@
-"""The base class of algorithms that select in two levels: for an epoch, and in each of its rounds."""
+"""The base class of algorithms that select for an epoch, and again in each of its rounds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.participating import Participating, as_selection, as_weighting
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, optional, scalar
 from fedsolve.participation.selection import Everyone, Selection
-from fedsolve.participation.weighting import Methods, Weighting, Weights
+from fedsolve.participation.weighting import Methods, Up, Weighting, Weights
 from fedsolve.problem.client import Client
 from fedsolve.problem.domains import project_capped
 from fedsolve.problem.problem import Problem
 from fedsolve.types import (
     ClientState,
     Cohort,
-    Flag,
     Flags,
     Message,
     PRNGKey,
+    PyTree,
     Reply,
     Vector,
 )
@@ -59,7 +59,7 @@ class SelectingTwice(Participating):
         select_epoch: The selection at the beginning of an epoch, or its name.
         select_round: The selection in every round; None for all clients of the epoch.
         round_weighting: The weights for `select_round`; None for the epoch's weights.
-        cap: α, keeps weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M}, also after a selection; None for no cap.
+        cap: α, keeps weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M}, also after a selection; None for none.
         counting: `"weights"`: selected clients have their weight in the sum. `"uniform"`: they have
             weight 1/M, so that weights do not sum to 1.
         participants: Not used; see `select_epoch`.
@@ -130,7 +130,7 @@ class SelectingTwice(Participating):
             None if self.availability is None else self.availability.init(clients),
         )
 
-    def choose_epoch(self, fed: Federation, begins: Flag, key: PRNGKey) -> None:
+    def choose_epoch(self, fed: Federation, begins: Up, key: PRNGKey) -> None:
         """Select for the epoch if one begins: π̂ = R̂(π) (lines 4, 5), asking all clients."""
         old, n = fed.participation, fed.clients
         weights, wanted = self.weigh(fed, begins, key)
@@ -148,7 +148,7 @@ class SelectingTwice(Participating):
         fed.participation = jax.tree.map(lambda a, b: jnp.where(begins, a, b), new, old)
 
     def choose_round(
-        self, fed: Federation, begins: Flag, key: PRNGKey
+        self, fed: Federation, begins: Up, key: PRNGKey
     ) -> tuple[Cohort, Float[Array, " m"]]:
         """Select for the round: π̃ = R̃(π̂) (line 10).
 
@@ -175,9 +175,7 @@ class SelectingTwice(Participating):
             return cohort, (own > 0).astype(own.dtype) / fed.clients
         return cohort, self.shares(own, fed.clients)
 
-    def score(
-        self, fed: Federation, begins: Flag, chosen: Flags, key: PRNGKey
-    ) -> Float[Array, " n"]:
+    def score(self, fed: Federation, begins: Up, chosen: Flags, key: PRNGKey) -> Float[Array, " n"]:
         """Compute the weights of `round_weighting` for the clients chosen for the epoch.
 
         With an availability they are those of the epoch's first round, when all can be asked.
