@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedsolve as fs
-from fedsolve.problems.cartpole import draw, fallen, move
+from fedsolve.problems.cartpole_environment import draw, fallen, move
 
 STEPS, ENVIRONMENTS = 2000, 50
 

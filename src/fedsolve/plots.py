@@ -1,17 +1,23 @@
-"""Pictures of runs, fit for a paper."""
+"""Figures of runs, for papers and reports."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from fedsolve.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from fedsolve.algorithms.base import Algorithm
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
 DOTS = (2, 2)
@@ -42,8 +48,6 @@ TITLES = {
     "cohort": "Participation",
 }
 USUAL = ("objective", "weighted_objective", "constraint", "participation")
-
-
 AXES = {
     "round": "Round",
     "seconds_total": "Simulated time (s)",
@@ -55,7 +59,24 @@ AXES = {
     "vectors_up_total": "Vectors from clients",
 }
 BINS = 200  # of rounds in a heat map
-Groups = Mapping[str, list[Any]]  # runs by label
+History = Mapping[str, np.ndarray]
+
+
+@runtime_checkable
+class PlottedRun(Protocol):
+    """The part of a run that is plotted."""
+
+    @property
+    def history(self) -> History: ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+
+Groups = Mapping[str, Sequence[PlottedRun]]  # runs by label
 
 
 def plot(
@@ -66,20 +87,34 @@ def plot(
     band: float | None = None,
     against: str = "round",
     width: float | int | None = None,
-    style: Mapping[str, Any] | None = None,
-) -> Any:
-    """Objective (and constraint, with the tolerance as a line) against rounds, or another entry of
-    the history that grows, such as `seconds_total` or `bytes_up_total`: for each label the mean
-    over its runs, and the band from the least to the greatest. Of what clients have one each
-    (contributions), a line for each client of the last label's first run, and a dashed one where
-    the algorithm says that it settles. `panels` are the entries of the history that are shown, if
-    all runs have them (of `cohort`, which names the clients of a round, a heat map of that first
-    run), `width` is in inches, `lines` a level to compare some of them with, `band` so many
-    standard deviations in place of least and greatest, and `style` matplotlib's own settings. Ticks
-    at the top of the constraint are the rounds in which the mean is over the tolerance.
+    style: Mapping[str, object] | None = None,
+) -> Figure:
+    """Plot entries of the history, such as objective and constraint, against rounds.
+
+    For each label, a curve shows the mean over its runs, and a band the range from the least to
+    the greatest. An entry with one number for each client (contributions) has a curve for each
+    client of the last label's first run, and a dashed line where the algorithm knows its limit;
+    `cohort`, the clients of a round, is a heat map of that run. The panel of the constraint shows
+    the tolerance as a line, and at its top a tick for each round whose mean exceeds the tolerance.
 
     Labels of the form "hard: E = 5" make a column of panels for "hard", and one for each other
     word before a colon.
+
+    Args:
+        groups: Runs by label.
+        path: Where to save the figure; the suffix gives the format.
+        panels: The entries to plot; those that not all runs have are left out.
+        lines: Reference levels by entry.
+        band: How many standard deviations the band covers, in place of least to greatest.
+        against: The entry on the horizontal axis, such as `seconds_total` or `bytes_up_total`.
+        width: The width in inches.
+        style: matplotlib's own settings.
+
+    Returns:
+        The figure.
+
+    Raises:
+        InvalidInput: If not all runs have the entry `against`.
     """
     from matplotlib.figure import Figure
     from matplotlib.style import context
@@ -89,25 +124,23 @@ def plot(
         known = [name for name in AXES if all(name in run.history for run in runs)]
         raise InvalidInput(f"Runs can be shown against {', '.join(known)}, not {against!r}.")
     panels = [name for name in panels if all(name in run.history for run in runs)]
+    levels = dict(lines or {})
     columns = _columns(groups)
     alone = len(columns) == 1
     across = min(len(panels), 3) if alone else len(columns)
     rows = math.ceil(len(panels) / across) if alone else len(panels)
-    with context(STYLE | dict(style or {})):
-        single = all(runs[0].history[name].ndim == 1 for name in panels)  # not a line a client
-        crowded = alone and single and len(groups) > 3
-        beside = 1.6 if crowded else 0.2
-        each = 3.4 if width is None else max((width - beside) / across, 1.0)
-        legend = 0.4 + 0.2 * len(groups) if crowded else 0.0  # inches, a line each
-        size = (each * across + beside, max((0.5 + 0.62 * each) * rows + 0.1, legend))
+    single = all(runs[0].history[name].ndim == 1 for name in panels)  # no curve for each client
+    crowded = alone and single and len(groups) > 3
+    with context({**STYLE, **(style or {})}):
+        size = _size(across, rows, width, len(groups) if crowded else 0)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
         for column, (heading, shown) in enumerate(columns.items()):
             for row, name in enumerate(panels):
                 axis = axes[divmod(row, across)] if alone else axes[row, column]
                 title = TITLES.get(name, name) + (f", {heading}" if heading else "")
-                if name in (lines or {}):
-                    axis.axhline(dict(lines or {})[name], color="black", linewidth=0.9, dashes=DOTS)
+                if name in levels:
+                    axis.axhline(levels[name], color="black", linewidth=0.9, dashes=DOTS)
                 _panel(axis, shown, name, title, runs, band, against)
                 has_labels = axis.get_legend_handles_labels()[1] and not crowded
                 if has_labels and row < (2 if alone else 1):
@@ -117,14 +150,40 @@ def plot(
         if crowded:
             found = [axis.get_legend_handles_labels() for axis in figure.axes]
             figure.legend(*max(found, key=lambda legend: len(legend[1])), loc="outside right upper")
-        if path is not None:
-            figure.savefig(path)
+        _save(figure, path)
     return figure
 
 
-def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
-    """Where runs end: objective against constraint, each the mean over a run's last fifth, a point
-    a run.
+def _size(
+    across: int, rows: int, width: float | int | None, legend_lines: int
+) -> tuple[float, float]:
+    """Return width and height in inches, with room for a legend beside the panels if it has lines.
+
+    Without a `width`, a panel is 3.4 inches wide.
+    """
+    beside = 1.6 if legend_lines else 0.2
+    each = 3.4 if width is None else max((width - beside) / across, 1.0)
+    legend = 0.4 + 0.2 * legend_lines if legend_lines else 0.0
+    return each * across + beside, max((0.5 + 0.62 * each) * rows + 0.1, legend)
+
+
+def _save(figure: Figure, path: str | Path | None) -> None:
+    """Save a figure if there is a path, while the style still applies."""
+    if path is not None:
+        figure.savefig(path)
+
+
+def tradeoff(groups: Groups, path: str | Path | None = None) -> Figure:
+    """Plot the final objective against the final constraint, a point for each run.
+
+    Both are means over the last fifth of a run.
+
+    Args:
+        groups: Runs by label.
+        path: Where to save the figure.
+
+    Returns:
+        The figure.
     """
     from matplotlib.figure import Figure
     from matplotlib.style import context
@@ -149,15 +208,22 @@ def tradeoff(groups: Groups, path: str | Path | None = None) -> Any:
         if low > 0 and high > 10 * low:
             axis.set_yscale("log")
         figure.legend(loc="outside right upper")
-        if path is not None:
-            figure.savefig(path)
+        _save(figure, path)
     return figure
 
 
-def effort(groups: Groups, path: str | Path | None = None) -> Any:
-    """How many rounds runs took until a rule stopped them, where labels are of the form
-    "FedADMM: k_0 = 5": a curve for each word before the colon, the median over runs (and the band
-    from the least to the greatest) against the number after it.
+def effort(groups: Groups, path: str | Path | None = None) -> Figure:
+    """Plot the number of rounds after which a rule stopped the runs.
+
+    Labels are of the form "FedADMM: k_0 = 5". Each word before a colon has a curve: the median
+    over runs, with a band from the least to the greatest, against the number after it.
+
+    Args:
+        groups: Runs by label.
+        path: Where to save the figure.
+
+    Returns:
+        The figure.
     """
     from matplotlib.figure import Figure
     from matplotlib.style import context
@@ -183,21 +249,20 @@ def effort(groups: Groups, path: str | Path | None = None) -> Any:
         else:
             axis.set_ylim(0, 1.1 * axis.dataLim.y1)
         figure.legend(loc="outside right upper")
-        if path is not None:
-            figure.savefig(path)
+        _save(figure, path)
     return figure
 
 
 def has_numbers(labels: Iterable[str]) -> bool:
-    """Whether all labels are of the form "FedADMM: k_0 = 5"."""
+    """Return whether all labels are of the form "FedADMM: k_0 = 5"."""
     return all(re.fullmatch(r".+: .+ = -?[\d.]+(e-?\d+)?", label) for label in labels)
 
 
 def _columns(groups: Groups) -> dict[str, Groups]:
-    """The groups by what stands before a colon in their labels, if all have one."""
+    """Split groups by the word before the colon of their labels, if all labels have one."""
     if not all(": " in label for label in groups):
         return {"": groups}
-    columns: dict[str, dict[str, list[Any]]] = {}
+    columns: dict[str, dict[str, Sequence[PlottedRun]]] = {}
     for label, runs in groups.items():
         heading, _, rest = label.partition(": ")
         columns.setdefault(heading, {})[rest] = runs
@@ -205,14 +270,15 @@ def _columns(groups: Groups) -> dict[str, Groups]:
 
 
 def _panel(
-    axis: Any,
+    axis: Axes,
     groups: Groups,
     name: str,
     title: str,
-    runs: list[Any],
+    runs: Sequence[PlottedRun],
     band: float | None,
     against: str,
 ) -> None:
+    """Draw one entry of the history: curves of groups, curves of clients, or a heat map."""
     if runs[0].history[name].ndim == 2:
         draw = _heat_map if name == "cohort" else _each_client
         draw(axis, list(groups.values())[-1][0], name, title, against)
@@ -230,18 +296,20 @@ def _panel(
     _fit(axis, [run.history[name] for run in runs])
 
 
-def _each_client(axis: Any, run: Any, name: str, title: str, against: str) -> None:
-    settled = run.algorithm.limits().get(name)
+def _each_client(axis: Axes, run: PlottedRun, name: str, title: str, against: str) -> None:
+    """Draw a curve for each client, and a dashed line at its limit where that is known."""
+    limits = run.algorithm.limits().get(name)
     for client, values in enumerate(run.history[name].T):
         color, width = COLORS[client % len(COLORS)], 1.2 if len(run.history[name].T) < 30 else 0.5
         axis.plot(run.history[against], values, color=color, linewidth=width)
-        if settled is not None:
-            axis.axhline(settled[client], color=color, linewidth=0.8, linestyle="--", alpha=0.7)
+        if limits is not None:
+            axis.axhline(limits[client], color=color, linewidth=0.8, linestyle="--", alpha=0.7)
     axis.set(title=title, xlabel=AXES.get(against, against))
     axis.margins(x=0.01)
 
 
-def _heat_map(axis: Any, run: Any, name: str, title: str, against: str) -> None:
+def _heat_map(axis: Axes, run: PlottedRun, name: str, title: str, against: str) -> None:
+    """Draw the share of rounds in which each client took part."""
     ends, shares = participation(run.history[name], run.history["round"])
     edges = np.concatenate([[0], ends])
     axis.pcolormesh(edges, np.arange(shares.shape[1] + 1) - 0.5, shares.T, cmap="Blues", vmin=0)
@@ -253,8 +321,14 @@ def _heat_map(axis: Any, run: Any, name: str, title: str, against: str) -> None:
 def participation(
     cohorts: np.ndarray, rounds: np.ndarray
 ) -> tuple[Int[np.ndarray, " bins"], Float[np.ndarray, "bins clients"]]:
-    """Bins of rounds, each by its last one, and the share of its rounds in which each client took
-    part; a row of `cohorts` names the clients of a round, -1 nobody.
+    """Compute each client's share of participation in bins of rounds.
+
+    Args:
+        cohorts: The clients of each round, a row for each; -1 stands for none.
+        rounds: The number of each round.
+
+    Returns:
+        The last round of every bin, and the share of its rounds in which each client took part.
     """
     clients, step = int(cohorts.max(initial=0)) + 1, math.ceil(len(cohorts) / BINS)
     parts = [cohorts[k : k + step] for k in range(0, len(cohorts), step)]
@@ -263,15 +337,16 @@ def participation(
     return np.array(last), np.array(shares)
 
 
-def _tolerance(line: Any, runs: list[Any]) -> None:
+def _tolerance(line: Callable, runs: Sequence[PlottedRun]) -> None:
+    """Draw the tolerance with `axhline` or `axvline`."""
     tolerance = float(getattr(runs[0].algorithm, "tolerance", 0.0))
     label = f"tolerance {tolerance:g}"
     line(tolerance, color="black", linewidth=0.9, dashes=DOTS, label=label)
 
 
-def _marks(axis: Any, over: np.ndarray, across: np.ndarray, index: int) -> None:
-    """A tick at the top for each of these places, a row for each label."""
-    pixel = max((across[-1] - across[0]) / 600, 1e-12)  # more would be drawn over each other
+def _marks(axis: Axes, over: np.ndarray, across: np.ndarray, index: int) -> None:
+    """Draw a tick at the top for each position in `over`, in a row for each label."""
+    pixel = max((across[-1] - across[0]) / 600, 1e-12)  # closer ticks would overlap
     _, first = np.unique((over - across[0]) // pixel, return_index=True)
     axis.plot(
         over[first],
@@ -286,20 +361,20 @@ def _marks(axis: Any, over: np.ndarray, across: np.ndarray, index: int) -> None:
 
 
 def _curve(
-    axis: Any,
+    axis: Axes,
     label: str,
-    histories: list[dict],
+    histories: Sequence[History],
     name: str,
     index: int,
     band: float | None,
     against: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws it; says where it is."""
+    """Draw mean and band of a group; return the curve's coordinates."""
     color, dash = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
     length = min(len(history[name]) for history in histories)
     across = histories[0][against][:length]
     values = np.stack([history[name][:length] for history in histories])
-    if against != "round" and len(values) > 1:  # each run passes other points
+    if against != "round" and len(values) > 1:  # runs differ in their abscissas
         across = np.linspace(
             max(history[against][0] for history in histories),
             min(history[against][-1] for history in histories),
@@ -317,8 +392,8 @@ def _curve(
     return across, mean
 
 
-def _fit(axis: Any, series: list[np.ndarray]) -> None:
-    """A few early values far above the rest would flatten everything else: leave them outside."""
+def _fit(axis: Axes, series: list[np.ndarray]) -> None:
+    """Leave a few early values outside if they are so far above the rest that they flatten it."""
     values = np.concatenate([s[np.isfinite(s)] for s in series])
     if not len(values):
         return

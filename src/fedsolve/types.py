@@ -6,11 +6,16 @@ Shapes are written as in jaxtyping: `d` parameters, `n` clients, `m` clients of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key
+
+if TYPE_CHECKING:
+    PyTree = Any  # jaxtyping's own is unknown to a static type checker
+else:
+    from jaxtyping import PyTree
 
 Vector = Float[Array, " d"]  # parameters w, or a direction
 Cohort = Int[Array, " m"] | Int[np.ndarray, " m"]  # the indices of some clients

@@ -89,7 +89,10 @@ def test_the_virtual_sequence_moves_by_everyones_mean_gradient(weighting):
         cap=4.0,
     )
     with jax.enable_x64(True):
-        placed, tuned = PROBLEM.on_device(jnp.float64), numbers_on_device(algorithm, np.dtype("float64"))
+        placed, tuned = (
+            PROBLEM.on_device(jnp.float64),
+            numbers_on_device(algorithm, np.dtype("float64")),
+        )
         step = eqx.filter_jit(lambda p, a, s: Simulation(p, s).play(a))
         state = State.start(placed, tuned, jax.random.key(3))
         ended = 0
@@ -356,7 +359,10 @@ def test_momentum_out_of_proportion_gets_a_sentence():
 BAD = {
     "no smoothness": (lambda: fs.PPBC(0.1, momentum="theory"), "needs the smoothness L"),
     "participants": (lambda: fs.PPBC(0.1, participants=3), "PPBC selects twice"),
-    "no round": (lambda: fs.PPBC(0.1, round_weighting="FOLB"), "round_weighting is for select_round"),
+    "no round": (
+        lambda: fs.PPBC(0.1, round_weighting="FOLB"),
+        "round_weighting is for select_round",
+    ),
     "counting": (lambda: fs.PPBC(0.1, counting="twice"), 'must be "weights" or "uniform"'),
     "cap": (lambda: fs.solve(PROBLEM, fs.PPBC(0.1, cap=9.0), 2), "cap must be from 1 to the 6"),
     "surrogate": (lambda: fs.PPBC(0.1, surrogate="next"), 'must be "previous" or "current"'),

@@ -29,54 +29,6 @@ ABSTRACT = {
     "fedsolve.participation.Weighting",
 }
 
-# What remains to be done. A name whose docstring is complete must be deleted here.
-INCOMPLETE = {
-    "fedsolve.Federation",
-    "fedsolve.Follower",
-    "fedsolve.Game",
-    "fedsolve.NearOptimum",
-    "fedsolve.Reached",
-    "fedsolve.Stationary",
-    "fedsolve.StationaryForSize",
-    "fedsolve.Tracked",
-    "fedsolve.Tracker",
-    "fedsolve.datasets.File",
-    "fedsolve.datasets.Source",
-    "fedsolve.games.Anarchy",
-    "fedsolve.games.LinearCost",
-    "fedsolve.games.Monotonicity",
-    "fedsolve.games.PricePerSample",
-    "fedsolve.games.PrivacyCost",
-    "fedsolve.games.QuadraticCost",
-    "fedsolve.games.RandomCoverage",
-    "fedsolve.games.RandomDiscovery",
-    "fedsolve.games.SharedBudget",
-    "fedsolve.games.Stay",
-    "fedsolve.games.anarchy",
-    "fedsolve.games.class_distributions",
-    "fedsolve.games.externality_prices",
-    "fedsolve.games.social_optimum",
-    "fedsolve.games.who_stays",
-    "fedsolve.models.load",
-    "fedsolve.problems.adult",
-    "fedsolve.problems.cartpole",
-    "fedsolve.problems.discovery_game",
-    "fedsolve.problems.fairness_report",
-    "fedsolve.problems.images",
-    "fedsolve.problems.like_real_sim",
-    "fedsolve.problems.linear_regression",
-    "fedsolve.problems.logistic",
-    "fedsolve.problems.logistic_regression",
-    "fedsolve.problems.neyman_pearson",
-    "fedsolve.problems.phase_retrieval",
-    "fedsolve.problems.read_libsvm",
-    "fedsolve.problems.sparse_logistic",
-    "fedsolve.problems.sparse_regression",
-    "fedsolve.torch.load",
-    "fedsolve.torch.problem",
-}
-
-
 TITLES = r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$"
 
 
@@ -116,15 +68,9 @@ def example(parts):
     return parts.get("Example", "") + parts.get("Examples", "")
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - INCOMPLETE))
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_the_docstring_is_complete(name):
     assert faults(name, PUBLIC[name]) == []
-
-
-def test_the_list_of_incomplete_docstrings_shrinks():
-    complete = {name for name in INCOMPLETE & PUBLIC.keys() if not faults(name, PUBLIC[name])}
-    assert complete == set(), "complete now: delete them from INCOMPLETE"
-    assert INCOMPLETE - PUBLIC.keys() == set(), "not public: delete them from INCOMPLETE"
 
 
 def examples():

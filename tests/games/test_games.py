@@ -312,7 +312,7 @@ def test_class_distributions_are_shares_of_labels():
     [
         (lambda: games.class_distributions([[0, 1], []]), "at least one label"),
         (lambda: games.class_distributions([[0, 7]], classes=4), "label 7, but only 4 classes"),
-        (lambda: fs.Game(None, None, 0, 1), "How many players"),
+        (lambda: fs.Game(None, None, 0, 1), "number of players is unknown"),
         (lambda: fs.Game(None, None, [0, 0], [1, 1, 1]), "numbers of players differ"),
         (lambda: fs.Game(None, None, [0, 3], [1, 2]), "player 1 has 3 and 2"),
         (lambda: fs.Game(None, None, [0, 0], 1, -1.0), "regularization must be at least 0"),

@@ -1,7 +1,5 @@
 """Networks for images, what is done to images on the way, and federated runs with both."""
 
-import importlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,9 @@ import fedsolve as fs
 from fedsolve import models
 from fedsolve.algorithms.moon import similarity
 from fedsolve.models import layers
+from fedsolve.problems import image_losses
+from fedsolve.problems.augmentation import augmented
 from tests.support import examples
-
-images = importlib.import_module("fedsolve.problems.images")  # not the function
 
 SMALL = {
     "mlp": lambda key: models.MLP((32, 32, 3), hidden=5, key=key),
@@ -115,11 +113,11 @@ def test_a_file_that_does_not_fit_gets_a_sentence(tmp_path):
 
 def test_augmented_images_are_moved_and_mirrored_ones_by_key():
     x = pictures(40)
-    one = images.augmented(jax.random.key(0), jnp.asarray(x))
+    one = augmented(jax.random.key(0), jnp.asarray(x))
     assert one.shape == x.shape
     assert one.dtype == np.uint8
-    np.testing.assert_array_equal(one, images.augmented(jax.random.key(0), jnp.asarray(x)))
-    assert (one != images.augmented(jax.random.key(1), jnp.asarray(x))).any()
+    np.testing.assert_array_equal(one, augmented(jax.random.key(0), jnp.asarray(x)))
+    assert (one != augmented(jax.random.key(1), jnp.asarray(x))).any()
     wide = np.pad(x, ((0, 0), (4, 4), (4, 4), (0, 0)))
     mirrored = 0
     for i, image in enumerate(np.asarray(one)):
@@ -133,7 +131,7 @@ def test_augmented_images_are_moved_and_mirrored_ones_by_key():
         assert len(found) == 1
         mirrored += found[0] == -1
     assert 8 < mirrored < 32
-    digits = images.augmented(jax.random.key(0), jnp.asarray(x), flip=False)
+    digits = augmented(jax.random.key(0), jnp.asarray(x), flip=False)
     same = [(digits[i] == one[i]).all() for i in range(40)]
     assert sum(same) == 40 - mirrored
 
@@ -142,10 +140,10 @@ def test_many_images_are_evaluated_in_pieces_with_the_same_mean(monkeypatch):
     network = SMALL["mlp"](jax.random.key(0))
     y, mask = np.arange(11) % 10, np.arange(11) < 9
     data = {"x": jnp.asarray(pictures(11)), "y": jnp.asarray(y, jnp.uint8)}
-    loss = images.CrossEntropy(None, True)
+    loss = image_losses.CrossEntropy(None, True)
     whole = loss(network, jax.tree.map(lambda leaf: leaf[:9], data))
     slopes = jax.grad(loss)(network, data | {"mask": mask})
-    monkeypatch.setattr(images, "CHUNK", 4)
+    monkeypatch.setattr(image_losses, "CHUNK", 4)
     np.testing.assert_allclose(loss(network, data | {"mask": mask}), whole, rtol=1e-6)
     for one, other in zip(
         jax.tree.leaves(slopes),

@@ -10,7 +10,7 @@ import pytest
 
 import fedsolve as fs
 from fedsolve.problems import trpo
-from fedsolve.problems.cartpole import costs, draw, fallen, move, policy
+from fedsolve.problems.cartpole_environment import costs, draw, fallen, move, policy
 from tests.support.conformance import assert_same
 
 

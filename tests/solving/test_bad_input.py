@@ -181,6 +181,9 @@ WRONG_TYPES = {  # tests check types themselves, so these need an ordinary inter
     "fs.Problem(3, {'x': numpy.ones((1, 1))}, 1.0)": "The objective must be a function",
     "fs.solve(3, fs.FedSGM(0.1), 5)": "problem must be a Problem, got 3.",
     "fs.solve(fs.problems.neyman_pearson(), 'FedSGM', 5)": "algorithm must be an Algorithm, got",
+    "fs.solve(fs.problems.neyman_pearson(), fs.FedSGM(0.1), 2, follow={'x': 1.0})": (
+        "follow['x'] must be a function"
+    ),
 }
 
 

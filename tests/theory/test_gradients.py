@@ -72,7 +72,5 @@ def test_whatever_is_followed_is_in_the_history(problems):
     np.testing.assert_allclose(slow.history["length"], run.history["length"][:1], rtol=1e-5)
     swept = fs.sweep(problem, algorithm, 6, seeds=(0,), evaluate_every=2, follow={"length": length})
     np.testing.assert_allclose(swept[0].history["length"], run.history["length"], rtol=1e-5)
-    with pytest.raises(fs.InvalidInput, match=r"follow\['x'\] must be a function"):
-        fs.solve(problem, algorithm, 2, follow={"x": 1.0})
     with pytest.raises(fs.InvalidInput, match="the problem has none"):
         fs.theory.skewness(examples.least_squares(constrained=False), np.zeros(3))

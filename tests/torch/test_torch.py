@@ -462,7 +462,7 @@ def test_other_wrong_input_gets_a_sentence():
 def test_load_refuses_what_does_not_fit():
     module = perceptron()
     params = fs.torch.problem(module, torch_loss, equal_sized()).params
-    with pytest.raises(fs.InvalidInput, match=r"look at 0\.bias, 2\.bias"):
+    with pytest.raises(fs.InvalidInput, match=r"differ for 0\.bias, 2\.bias"):
         fs.torch.load(
             module, {k: v for k, v in params.items() if k != "0.bias"} | {"2.bias": np.ones((2, 1))}
         )

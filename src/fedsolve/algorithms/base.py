@@ -13,13 +13,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.compression.compressors import Identity
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
 from fedsolve.problem.problem import Problem
-from fedsolve.types import ClientState, Info, PRNGKey, Round, ServerState, Vector
+from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
 Measured = Float[Array, ""] | Float[np.ndarray, ""] | None  # a number in the history, or none
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Compressor
@@ -19,7 +18,7 @@ from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
 from fedsolve.local_updates.descent import Direction, take_steps
 from fedsolve.problem.client import Client
-from fedsolve.types import Round, Vector
+from fedsolve.types import PyTree, Round, Vector
 
 
 @runtime_checkable

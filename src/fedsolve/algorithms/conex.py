@@ -39,7 +39,7 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Identity
@@ -48,7 +48,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, Schedule, at, check_count, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Info, PRNGKey, Vector
+from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
 Number = Float[Array, ""]
 

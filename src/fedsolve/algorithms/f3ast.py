@@ -22,7 +22,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.participating import Drawn
@@ -31,7 +31,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
 from fedsolve.fields import Scalar, scalar
 from fedsolve.participation.selection import Top
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class Memory(NamedTuple):

@@ -244,7 +244,7 @@ class FedADMM(Participating):
         first = slope + state.dual  # s
         ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
-        def iterate(k: Round, carry: tuple) -> tuple[Vector, Vector, Number]:
+        def iterate(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
             dual, _, accuracy = carry
             accuracy = self.decay * accuracy
             local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
@@ -278,12 +278,12 @@ class FedADMM(Participating):
         """
         factor = state.smoothness / (state.smoothness + penalty)
 
-        def enough(carry: tuple) -> Bool[Array, ""]:
+        def enough(carry: tuple[Any, ...]) -> Bool[Array, ""]:
             k, _, shrunk, accuracy = carry
             near = (2 * factor * shrunk) ** 2 * size <= self.decay * accuracy
             return (k < self.local_iterations) & (near | (self.inner_steps == 1))
 
-        def skip(carry: tuple) -> tuple:
+        def skip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             k, _, shrunk, accuracy = carry
             return k + 1, shrunk, factor * shrunk, self.decay * accuracy
 
@@ -316,11 +316,11 @@ class FedADMM(Participating):
         else:
             most = self.inner_steps
 
-        def unfinished(carry: tuple) -> Bool[Array, ""]:
+        def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
             _, steps, accepted = carry
             return ~accepted & (steps < most)
 
-        def check(carry: tuple) -> tuple:
+        def check(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             v, steps, _ = carry
             slope = client.grad(v, jax.random.fold_in(key, steps))
             residual = state.share * slope + dual + penalty * (v - w)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.algorithms.participating import Drawn
@@ -36,7 +35,7 @@ from fedsolve.fields import (
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
-from fedsolve.types import Info, PRNGKey, Vector
+from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
 
 class Averaging(CompressedTraining):

@@ -17,6 +17,7 @@ is `FedAvg`.
 from __future__ import annotations
 
 import jax
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.packets import Packet
@@ -24,7 +25,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
 from fedsolve.problem.client import Client
-from fedsolve.types import ClientState, Info, PRNGKey, Vector
+from fedsolve.types import Info, PRNGKey, Vector
 
 
 class FedAvgAll(FedAvg):
@@ -67,7 +68,7 @@ class FedAvgAll(FedAvg):
         self.learn(fed, -moved)
         return server, drawn.info
 
-    def unsent(self, clients: ClientState) -> None:
+    def unsent(self, clients: Float[Array, "n d"]) -> None:
         return None  # clients keep what the server has of them
 
     def init_client(self, w: Vector) -> Vector:

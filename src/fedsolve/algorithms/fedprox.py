@@ -14,13 +14,12 @@ With μ = 0 it is FedAvg, to the bit.
 from __future__ import annotations
 
 import equinox as eqx
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class FedProx(FedAvg):

@@ -32,7 +32,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.algorithms.guarantee import Guarantee
@@ -53,7 +53,7 @@ from fedsolve.fields import (
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Flag, Info, PRNGKey, Vector
+from fedsolve.types import Flag, Info, PRNGKey, PyTree, Vector
 
 
 class Server(eqx.Module):

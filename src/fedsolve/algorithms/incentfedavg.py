@@ -26,7 +26,7 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.compression.compressors import Compressor, Identity
@@ -55,7 +55,7 @@ from fedsolve.participation.strategic import (
 from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Info, PRNGKey, Vector
+from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
 SUBSET = 2**31 - 1  # the subset's own key among those of the local steps
 

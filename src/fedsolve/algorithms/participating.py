@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve import participation
 from fedsolve.algorithms.base import Algorithm
@@ -30,6 +30,7 @@ from fedsolve.types import (
     Info,
     Message,
     PRNGKey,
+    PyTree,
     Reply,
     ServerState,
     Vector,

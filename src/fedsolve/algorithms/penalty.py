@@ -23,13 +23,13 @@ from typing import NoReturn
 
 import equinox as eqx
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedsgm import FedSGM, Server
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class PenaltyFedAvg(FedSGM):

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.algorithms.participating import Participating, as_selection, as_weighting
 from fedsolve.errors import InvalidInput
@@ -25,6 +25,7 @@ from fedsolve.types import (
     Flags,
     Message,
     PRNGKey,
+    PyTree,
     Reply,
     Vector,
 )

@@ -129,7 +129,7 @@ def run(
     if resume is None:
         _needed(name, "an experiment, or --resume DIR")
     elif name is not None or set or seed is not None or out_dir is not None:
-        raise InvalidInput("--resume DIR goes on with what DIR has; only --rounds may change.")
+        raise InvalidInput("--resume DIR takes its settings from DIR; only --rounds may change.")
     with _signals() as stopped:
         with RunProgress() as progress:
             result = experiments.run(
@@ -210,7 +210,9 @@ def reproduce(
 
     if page is not None:
         if name is not None or quick or seeds is not None:
-            raise InvalidInput("--page FILE takes what is there: name no figure beside it.")
+            raise InvalidInput(
+                "--page FILE is for all figures below DIR: name no figure beside it."
+            )
         shown = whole_page(page, out_dir or of.FOLDER)
         out.print(f"Written to {page}: {len(shown)} figures and tables.", markup=False)
     elif name is None or list_all:

@@ -80,9 +80,11 @@ class Experiment:
 
     Example:
         >>> import fedsolve as fs
-        >>> table = fs.experiments.read("neyman-pearson")
-        >>> fs.experiments.resolve("trial", table).seeds
-        [0]
+        >>> config = fs.experiments.read("neyman-pearson")
+        >>> experiment = fs.experiments.resolve("neyman-pearson", config)
+        >>> problem, algorithm = experiment.cell("", seed=0)
+        >>> problem.n, type(algorithm).__name__
+        (20, 'FedSGM')
     """
 
     name: str

@@ -114,9 +114,9 @@ def _by_client(
         return {"name": name, "kind": "shares", "rounds": ends.tolist(), "values": _rows(shares)}
     step = math.ceil(len(values) / POINTS)
     kept = values[::step, :LINES].astype(float)
-    told = f"{name} ({LINES} of {values.shape[1]} clients)" if values.shape[1] > LINES else name
+    title = f"{name} ({LINES} of {values.shape[1]} clients)" if values.shape[1] > LINES else name
     return {
-        "name": told,
+        "name": title,
         "kind": "lines",
         "rounds": rounds[::step].tolist(),
         "values": _rows(kept),

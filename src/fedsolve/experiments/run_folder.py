@@ -99,7 +99,7 @@ def save(
     facts["tolerances"] = {name: float(t) for name, t in tolerances.items() if t is not None}
     if labelled:
         _save_results(path, runs, labelled, "stop" in config["run"])
-    write_atomically(path / "run.json", _json(facts))  # last: what it says is there
+    write_atomically(path / "run.json", _json(facts))  # last: then all is there
 
 
 def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops: bool) -> None:

@@ -36,10 +36,14 @@ class Result:
         untracked: What trackers did not get, a sentence for each.
 
     Example:
-        >>> from pathlib import Path
+        >>> import tempfile
         >>> import fedsolve as fs
-        >>> fs.experiments.Result({"": []}, Path("runs/trial")).status
-        'finished'
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = fs.experiments.run(
+        ...         "neyman-pearson", rounds=2, settings={"run.seeds": [0, 1]}, out=folder
+        ...     )
+        >>> result.status, [run.seed for run in result.runs[""]]
+        ('finished', [0, 1])
     """
 
     runs: dict[str, list[Run]]

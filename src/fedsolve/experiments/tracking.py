@@ -366,10 +366,10 @@ class Tracking:
 
     def follow(self, number: int, shown: Progress) -> Progress:
         """Return the `progress` for the run of that number, which also calls `shown`."""
-        told = [each.follow(self.runs[number]) for each in (self._table, *self._others)]
+        followers = [each.follow(self.runs[number]) for each in (self._table, *self._others)]
 
         def progress(done: int, rounds: int, newest: History) -> None:
-            for each in (shown, *told):
+            for each in (shown, *followers):
                 each(done, rounds, newest)
 
         return progress

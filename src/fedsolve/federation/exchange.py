@@ -13,11 +13,11 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Message, PRNGKey, Reply, Vector
+from fedsolve.types import Message, PRNGKey, PyTree, Reply, Vector
 
 SUBSETS = 2**31 - 1  # a key that no exchange has
 

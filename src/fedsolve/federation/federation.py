@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.counters import Count
@@ -24,7 +25,7 @@ from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import AlgorithmLike, State
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Info, Message, Number, Reply, Vector
+from fedsolve.types import Cohort, Flag, Flags, Info, Message, Number, PyTree, Reply, Vector
 
 
 class Federation:
@@ -100,7 +101,11 @@ class Federation:
         return self._problem.validate(w)
 
     def ask(
-        self, method: Callable, cohort: Cohort, message: Message = None, when: Flag | Flags = True
+        self,
+        method: Callable[..., Any],
+        cohort: Cohort,
+        message: Message = None,
+        when: Flag | Flags = True,
     ) -> Replies:
         """Run `method(client, state, message)` on every client of the cohort.
 

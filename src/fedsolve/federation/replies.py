@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.compression.packets import Packet, weighted_sum
+from fedsolve.types import PyTree
 
 
 class Replies(eqx.Module):

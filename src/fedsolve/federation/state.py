@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from fedsolve.federation.clock import Seconds
 from fedsolve.federation.counters import Count
 from fedsolve.problem.problem import Problem
-from fedsolve.types import ClientState, Info, PRNGKey, Round, ServerState, Vector
+from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
+
+if TYPE_CHECKING:
+    from fedsolve.federation.federation import Federation
 
 SeedWords = UInt32[Array, " words"]  # a key as integers, which can be saved
 
@@ -28,7 +31,9 @@ class AlgorithmLike(Protocol):
 
     def init_participation(self, w: Vector, clients: int) -> PyTree: ...
 
-    def round(self, fed, server: ServerState, key: PRNGKey) -> tuple[ServerState, Info]: ...
+    def round(
+        self, fed: Federation, server: ServerState, key: PRNGKey
+    ) -> tuple[ServerState, Info]: ...
 
     def compression_error(
         self, server: ServerState, w: Vector

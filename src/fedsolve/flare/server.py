@@ -173,7 +173,7 @@ class Deployed(Runtime):
         link, complete = self.link, []
         answered: list[str] = []
         info: Info = {}
-        for start, stop, look in spans.tolist():
+        for start, stop, evaluate in spans.tolist():
             for _ in range(start, stop):
                 after, info = jax.block_until_ready(self._play(state))
                 if link.trouble is not None:
@@ -182,7 +182,7 @@ class Deployed(Runtime):
                 link.end_round(int(state.round))
                 complete += self._complete(state)
                 state, self._rounds = after, self._rounds + 1
-            if look:
+            if evaluate:
                 self.news = self._news(answered)
                 self.waiting = entry_history(info, stop)
                 link.request_values(stop, state.w, self._values)

@@ -48,7 +48,9 @@ Profile = Float[np.ndarray, " m"]  # the players' contributions, on the host
 
 @dataclasses.dataclass(frozen=True)
 class Monotonicity:
-    """μ_F and L_F of a game: (F(N) − F(M))·(N − M) ≥ μ‖N − M‖², ‖F(N) − F(M)‖ ≤ L‖N − M‖.
+    """The constants μ_F and L_F of a game.
+
+    They are those of (F(N) − F(M))·(N − M) ≥ μ‖N − M‖² and ‖F(N) − F(M)‖ ≤ L‖N − M‖.
 
     They are exact for a game whose parts are all known to be affine (`Part.affine`). Otherwise,
     as for every function that a user wrote, they are estimates from some points of the box: the
@@ -126,7 +128,9 @@ class Game(eqx.Module):
             if part.players is not None:
                 lengths[name] = part.players
         if not lengths:
-            raise InvalidInput("How many players? Give lower or upper as one number for each.")
+            raise InvalidInput(
+                "The number of players is unknown: give lower or upper as one number for each."
+            )
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise InvalidInput(f"The numbers of players differ: {listed}.")

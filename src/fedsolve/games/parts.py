@@ -41,7 +41,7 @@ def numbers(name: str, dimensions: int) -> Callable[[object], Numbers]:
         except (TypeError, ValueError):
             raise InvalidInput(f"{name} must be numbers, got {type(value).__name__}.") from None
         if array.ndim > dimensions:
-            raise InvalidInput(f"{name} has shape {array.shape}: too many axes.")
+            raise InvalidInput(f"{name} has too many axes: its shape is {array.shape}.")
         if not np.isfinite(array).all():
             raise InvalidInput(f"{name} has a value that is not finite.")
         return array
@@ -466,7 +466,9 @@ def as_part(name: str, given: object) -> Part:
         return given
     if callable(given):
         return Plain(given)
-    raise InvalidInput(f"{name} must be a function of N, or a part such as LinearCost: {given!r}.")
+    raise InvalidInput(
+        f"{name} must be a function of N, or a part such as LinearCost, got {given!r}."
+    )
 
 
 def _length(values: Numbers) -> int | None:

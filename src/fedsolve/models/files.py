@@ -52,10 +52,21 @@ def load(model: Tree, path: str | Path, fresh: Sequence[str] = ()) -> Tree:
         fresh: Names, or first parts of names, of parameters that are not read.
 
     Returns:
-        A model of the same type as `model`; see `save` for an example.
+        A model of the same type as `model`.
 
     Raises:
         InvalidInput: If the file cannot be read, or its names or shapes do not fit the model.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import jax
+        >>> import fedsolve as fs
+        >>> model = fs.models.MLP((4, 4, 1), hidden=2, key=jax.random.key(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fs.models.save(model, Path(folder, "model.safetensors"))
+        ...     type(fs.models.load(model, Path(folder, "model.safetensors"))).__name__
+        'MLP'
     """
     try:
         found = safetensors.numpy.load_file(path)

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Numbers, Scalar, check_count, check_positive, read_table, scalar
-from fedsolve.types import Cohort, Flags, PRNGKey, Round
+from fedsolve.types import Cohort, Flags, PRNGKey, PyTree, Round
 
 Each = Scalar | Numbers  # one number for all clients, or one for each
 Clients = Int[Array, "..."] | Int[np.ndarray, "..."] | int  # the index of a client, or of several
@@ -348,8 +348,10 @@ def _numbers(value: object, name: str) -> Each:
 
 
 def as_availability(value: object) -> Availability | None:
-    """Convert what a user may give for an availability: a number, or one for each client, means
-    `Bernoulli`."""
+    """Convert what a user may give for an availability.
+
+    A number, or one for each client, means `Bernoulli`.
+    """
     if value is None or isinstance(value, Availability):
         return value
     if isinstance(value, str | bool) or callable(value):

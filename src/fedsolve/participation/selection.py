@@ -20,12 +20,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from fedsolve.fields import check_count
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.weighting import Weights, draw_proportionally
-from fedsolve.types import Cohort, PRNGKey
+from fedsolve.types import Cohort, PRNGKey, PyTree
 
 Turns = tuple[Int[Array, " n"], Int[Array, ""]]  # the order of the clients, and the next position
 

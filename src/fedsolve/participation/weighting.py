@@ -27,14 +27,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Info, PRNGKey, Vector
+from fedsolve.types import Cohort, Info, PRNGKey, PyTree, Vector
 
 Weights = Float[Array, " n"] | None  # None: equal weights, known before the program runs
 Up = Bool[Array, "..."] | Bool[np.ndarray, "..."] | bool  # for each client, or for all

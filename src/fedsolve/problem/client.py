@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Number, PRNGKey, Vector
+from fedsolve.types import Number, PRNGKey, PyTree, Vector
 
 if TYPE_CHECKING:
     from fedsolve.problem.problem import Problem

@@ -1,5 +1,6 @@
-"""Functional constraints g(w) ≤ 0: what a client measures, how the server combines it, and what a
-client descends.
+"""Functional constraints g(w) ≤ 0.
+
+A constraint says what a client measures, how the server combines it, and what a client descends.
 
 | kind | clients send | g(w) |
 |---|---|---|
@@ -13,20 +14,23 @@ A plain function given as a problem's constraint is a `Mean`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Number
+from fedsolve.types import Number, PyTree
 
 Weights = Float[Array, " m"] | None
 Scale = Number | int | None
-Exact = Callable[..., Callable]  # function, sums=False -> the same, exact on padded samples
+Exact = Callable[
+    ..., Callable[..., Any]
+]  # function, sums=False -> the same, exact on padded samples
 
 
 class Constraint(eqx.Module):
@@ -198,23 +202,25 @@ class Maximum(Constraint):
 
     parts: tuple[Constraint, ...]
 
-    def __init__(self, *parts: Constraint | Callable):
+    def __init__(self, *parts: Constraint | Callable[..., Any]):
         if not parts:
             raise InvalidInput("Maximum needs at least one constraint.")
         self.parts = tuple(as_constraint(part) for part in parts)
 
-    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple:
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple[Any, ...]:
         """Compute the measurements of all parts."""
         return tuple(part.measure(params, samples, scale) for part in self.parts)
 
-    def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], tuple]:
+    def combine(
+        self, replies: Replies, weights: Weights = None
+    ) -> tuple[Float[Array, ""], tuple[Any, ...]]:
         """Compute the largest part, and tell clients which one it is."""
         combined = [part.combine(replies.pick(k), weights) for k, part in enumerate(self.parts)]
         values = jnp.stack([value for value, _ in combined])
         largest = jnp.argmax(values).astype(jnp.uint8)
         return jnp.max(values), (largest, tuple(focus for _, focus in combined))
 
-    def local(self, params: PyTree, samples: Samples, focus: tuple) -> Float[Array, ""]:
+    def local(self, params: PyTree, samples: Samples, focus: tuple[Any, ...]) -> Float[Array, ""]:
         """Compute the client's part of the constraint that is largest."""
         largest, inner = focus
         branches = [
@@ -228,6 +234,6 @@ class Maximum(Constraint):
         return Maximum(*(part.adapt(exact) for part in self.parts))
 
 
-def as_constraint(constraint: Constraint | Callable) -> Constraint:
+def as_constraint(constraint: Constraint | Callable[..., Any]) -> Constraint:
     """Return a user's constraint as a `Constraint`; a plain function is a `Mean`."""
     return constraint if isinstance(constraint, Constraint) else Mean(constraint)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
-from fedsolve.types import Vector
+from fedsolve.types import PyTree, Vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def is_parameter(leaf: object) -> bool:
 
 
 def as_device_array(
-    tree: PyTree, dtype: DTypeLike | None = None, make: Callable = jnp.asarray
+    tree: PyTree, dtype: DTypeLike | None = None, make: Callable[..., Any] = jnp.asarray
 ) -> PyTree:
     """Return arrays and floating-point numbers as JAX arrays, floating ones in `dtype` if given."""
 

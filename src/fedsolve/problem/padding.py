@@ -12,16 +12,18 @@ is an average is checked when the problem is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.samples import Samples, full_mask, has_rows
+from fedsolve.types import PyTree
 
 
 class PerClient(eqx.Module):
@@ -63,7 +65,7 @@ class PerClient(eqx.Module):
 
 
 def per_client(
-    name: str, function: Callable, params: PyTree, stacked: Samples, sums: bool = False
+    name: str, function: Callable[..., Any], params: PyTree, stacked: Samples, sums: bool = False
 ) -> PerClient:
     """Wrap a user's function so that it is exact on padded samples; raise if that cannot be done.
 
@@ -79,13 +81,13 @@ def per_client(
     else:
         used = set()
     if sums:
-        raise InvalidInput(f'The {name} sums over padded samples; let it look at data["mask"].')
+        raise InvalidInput(f'The {name} sums over padded samples; let it use data["mask"].')
     averages = None
     if isinstance(stacked.mask, dict):
         if len(used) != 1:
             raise InvalidInput(
                 f"The {name} uses several sets of samples ({', '.join(sorted(used)) or 'none'}) of "
-                'clients that differ in size; let it look at data["mask"].'
+                'clients that differ in size; let it use data["mask"].'
             )
         averages = used.pop()
     wrapped = PerClient(function, sees_mask=False, averages=averages)
@@ -117,11 +119,13 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
             raise InvalidInput(
                 f"The {name} is not an average over samples (client {index}: {float(expected):.6g} "
                 f"on its samples, {float(got):.6g} as an average of single ones), so padding would "
-                'change it; let it look at data["mask"].'
+                'change it; let it use data["mask"].'
             )
 
 
-def _entries_used(function: Callable, params: PyTree, data: dict[str, PyTree]) -> set[str]:
+def _entries_used(
+    function: Callable[..., Any], params: PyTree, data: dict[str, PyTree]
+) -> set[str]:
     """Return the names of the entries of `data` that the function's value depends on."""
     numbers, rest = eqx.partition(params, eqx.is_array_like)  # a model may hold functions, too
     jaxpr = jax.make_jaxpr(lambda p, d: function(eqx.combine(p, rest), d))(numbers, data).jaxpr

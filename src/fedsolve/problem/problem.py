@@ -9,13 +9,14 @@ Problems and models see parameters in their own structure; algorithms see one fl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
@@ -26,7 +27,7 @@ from fedsolve.problem.layout import Layout, as_device_array, is_parameter
 from fedsolve.problem.padding import per_client
 from fedsolve.problem.samples import Samples, as_samples
 from fedsolve.problem.stacking import pool
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import PRNGKey, PyTree, Vector
 
 
 class Problem(eqx.Module):
@@ -83,17 +84,17 @@ class Problem(eqx.Module):
 
     def __init__(
         self,
-        objective: Callable,
+        objective: Callable[..., Any],
         clients: PyTree,
         params: PyTree,
-        constraint: Constraint | Callable | None = None,
-        domain: Domain | Callable = WholeSpace(),  # noqa: B008 (immutable)
+        constraint: Constraint | Callable[..., Any] | None = None,
+        domain: Domain | Callable[..., Any] = WholeSpace(),  # noqa: B008 (immutable)
         batch_size: int | None = None,
         test: PyTree = None,
-        metrics: Mapping[str, Callable] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
         optimum: float | int | None = None,
         validation: PyTree = None,
-        representation: Callable | None = None,
+        representation: Callable[..., Any] | None = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)
@@ -276,8 +277,8 @@ class Problem(eqx.Module):
 
 
 def _checked(
-    name: str, function: Callable, params: PyTree, samples: Samples, sums: bool = False
-) -> Callable:
+    name: str, function: Callable[..., Any], params: PyTree, samples: Samples, sums: bool = False
+) -> Callable[..., Any]:
     """Return a user's function made exact on padded samples; raise if it returns no scalar."""
     if not callable(function):
         raise InvalidInput(f"The {name} must be a function of (params, data), got {function!r}.")

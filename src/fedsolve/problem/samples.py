@@ -7,14 +7,15 @@ carry a mask; see `stacking` for the stacking and `padding` for losses on padded
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
-from fedsolve.types import Number, PRNGKey
+from fedsolve.types import Number, PRNGKey, PyTree
 
 Mask = PyTree  # None, a boolean array, or a dict of them, one for each set of samples
 Order = PyTree  # of the structure of the mask: which rows the samples are; None: all
@@ -159,7 +160,7 @@ def has_rows(leaf: Leaf, mask: Shaped[Array, " s"] | Shaped[np.ndarray, " s"]) -
     return leaf.ndim > 0 and len(leaf) == len(mask)
 
 
-def _leaves(mask: Mask) -> list:
+def _leaves(mask: Mask) -> list[Any]:
     """Return the mask's leaves; for no mask, one leaf without axes."""
     return jax.tree.leaves(mask) or [None]
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Bool, PyTree
+from jaxtyping import Bool
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.samples import Leaf, Mask, Samples
+from fedsolve.types import PyTree
 
 
 def stack_clients(clients: Sequence[PyTree]) -> dict[str, PyTree] | Samples:

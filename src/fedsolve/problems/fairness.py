@@ -5,8 +5,9 @@ Predict who earns more than 50,000, with a bound on how much the prediction depe
     f_j(w) = mean cross-entropy of π(x; w) over client j's people,
     g(w)   = | mean of π over women − mean of π over men |,  over all clients together.
 
-g is no mean of the clients' own gaps: clients send four numbers, the sum of π and the number of
-people in each group, and the server makes the gap from their totals. A client descends its own gap.
+g is not a mean of the clients' gaps: clients send four numbers, the sum of π and the number of
+people in each group, and the server computes the gap from their totals. A client descends its own
+gap.
 
 Demographic parity counts everyone; equal opportunity counts only those who do earn more.
 """
@@ -14,7 +15,7 @@ Demographic parity counts everyone; equal opportunity counts only those who do e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -32,7 +33,10 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.stacking import pool, stack_clients
 from fedsolve.problems.losses import logistic
 
-People = dict[str, Any]  # x, y, protected and, on a client, mask
+if TYPE_CHECKING:
+    import pandas as pd
+
+People = dict[str, PyTree]  # x, y, protected and mask
 Sums = dict[str, tuple[Array, Array]]  # of each group: Σ π and how many
 
 
@@ -45,14 +49,33 @@ def adult(
     depth: int = 2,
     seed: int = 0,
 ) -> Problem:
-    """Income from census data by a neural network, with a bound on the gap between the sexes.
+    """Predict income from census data by a network, with a bound on the gap between the sexes.
 
-    - `constraint`: `"demographic_parity"` or `"equal_opportunity"`.
-    - `alpha`: clients of different sizes, by Dirichlet(α) over the four groups of sex and income.
-    - `width`, `depth`: of the network's hidden layers; `seed`: of its start and of the partition.
+    All 48,842 people are used: 32,561 to train, 16,281 to test, as published. Missing values are a
+    category, categories are one-hot, numbers are standardised on the training part. The history has
+    the loss, the accuracy and the gaps on the test part, each with the prefix `test_`.
 
-    All 48,842 people: 32,561 to train, 16,281 held out, as the data come. Missing values are a
-    category, categories are one-hot, numbers are standardised on the training part.
+    Args:
+        clients: The number of clients, whose sizes differ.
+        constraint: `"demographic_parity"` or `"equal_opportunity"`.
+        alpha: The partition is by Dirichlet(α) over the four groups of sex and income.
+        batch_size: The size of minibatches; None for all samples of a client.
+        width: The width of the network's hidden layers.
+        depth: The number of the network's hidden layers.
+        seed: Seed of the initial parameters and of the partition.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If the constraint is unknown, a count is not positive, or the data set cannot
+            be loaded.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.adult(clients=5)  # doctest: +SKIP
+        >>> problem.n, problem.dimension  # doctest: +SKIP
+        (5, 11201)
     """
     if constraint not in CONSTRAINTS:
         known = " or ".join(f'"{name}"' for name in CONSTRAINTS)
@@ -78,8 +101,7 @@ def adult(
 
 
 def people(data: Dataset) -> tuple[Arrays, Arrays]:
-    """Inputs `x` as the network sees them, `y` (1: above 50,000) and `protected` (1: a woman), of
-    the training part and of the rest."""
+    """Encode both parts: inputs `x`, `y` (1: above 50,000) and `protected` (1: a woman)."""
     center = {c: data.train[c].mean() for c in NUMERIC}
     spread = {c: data.train[c].std() for c in NUMERIC}
 
@@ -98,22 +120,23 @@ def people(data: Dataset) -> tuple[Arrays, Arrays]:
 
 
 def logits(model: PyTree, data: People) -> Float[Array, " s"]:
-    """log(π / (1 − π)) of every person."""
+    """Compute log(π / (1 − π)) of every person."""
     return jax.vmap(model)(data["x"])
 
 
 def cross_entropy(model: PyTree, data: People) -> Float[Array, ""]:
+    """Compute the mean cross-entropy of π."""
     z = logits(model, data)
     return jnp.mean(logistic(jnp.where(data["y"] == 1, -z, z)), where=data["mask"])
 
 
 def parity_sums(model: PyTree, data: People) -> Sums:
-    """Demographic parity: everyone counts."""
+    """Compute the sums of demographic parity, for which everyone counts."""
     return _sums(jax.nn.sigmoid(logits(model, data)), data, data["mask"])
 
 
 def opportunity_sums(model: PyTree, data: People) -> Sums:
-    """Equal opportunity: those who do earn more count."""
+    """Compute the sums of equal opportunity, for which those who earn more count."""
     return _sums(jax.nn.sigmoid(logits(model, data)), data, data["mask"] & (data["y"] == 1))
 
 
@@ -124,8 +147,7 @@ CONSTRAINTS: dict[str, Callable] = {
 
 
 def gap(sums: Sums) -> Float[Array, ""]:
-    """| Σπ / count over the protected − Σπ / count over the others |; 0 where there is nobody of
-    one group, since there is then nothing to compare."""
+    """Compute | Σπ / count over the protected − Σπ / count over the others |; 0 if one is empty."""
     (women, some), (men, others) = sums["protected"], sums["unprotected"]
     known = (some > 0) & (others > 0)
     rates = women / jnp.maximum(some, 1), men / jnp.maximum(others, 1)
@@ -133,6 +155,7 @@ def gap(sums: Sums) -> Float[Array, ""]:
 
 
 def _sums(share: Float[Array, " s"], data: People, counted: Bool[Array, " s"]) -> Sums:
+    """Compute, for each group, the sum of `share` and the number of people counted."""
     found = {}
     for name, flag in {"protected": 1, "unprotected": 0}.items():
         who = counted & (data["protected"] == flag)
@@ -140,28 +163,28 @@ def _sums(share: Float[Array, " s"], data: People, counted: Bool[Array, " s"]) -
     return found
 
 
-# What to follow: of decisions (π > 1/2) as well as of π itself
+# Metrics: of decisions (π > 1/2) as well as of π itself
 
 
 def accuracy(model: PyTree, data: People) -> Float[Array, ""]:
-    """The share of people whose income is predicted right."""
+    """Compute the share of people whose income is predicted correctly."""
     right = (logits(model, data) > 0) == (data["y"] == 1)
     return jnp.mean(right.astype(jnp.result_type(float)), where=data["mask"])
 
 
 def parity_gap(model: PyTree, data: People) -> Float[Array, ""]:
-    """The gap in π between the sexes."""
+    """Compute the gap in π between the sexes."""
     return gap(parity_sums(model, data))
 
 
 def decision_gap(model: PyTree, data: People) -> Float[Array, ""]:
-    """The gap in decisions: demographic parity difference."""
+    """Compute the gap in decisions, the demographic parity difference."""
     z = logits(model, data)
     return gap(_sums((z > 0).astype(z.dtype), data, data["mask"]))
 
 
 def opportunity_gap(model: PyTree, data: People) -> Float[Array, ""]:
-    """The gap in decisions among those who earn more: equal opportunity difference."""
+    """Compute the gap in decisions among those who earn more, the equal opportunity difference."""
     z = logits(model, data)
     return gap(_sums((z > 0).astype(z.dtype), data, data["mask"] & (data["y"] == 1)))
 
@@ -175,9 +198,23 @@ METRICS: dict[str, Callable] = {
 }
 
 
-def fairness_report(problem: Problem, params: PyTree) -> Any:
-    """Loss, accuracy and gaps at `params`, over all people to train on and over those held out, as
-    a pandas table."""
+def fairness_report(problem: Problem, params: PyTree) -> pd.DataFrame:
+    """Tabulate loss, accuracy and gaps on the training and the test part.
+
+    Args:
+        problem: A problem made by `adult`.
+        params: Where to evaluate, such as `run.params`.
+
+    Returns:
+        A table with the rows `train` and `test`, and a column for each metric.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.adult()  # doctest: +SKIP
+        >>> report = fs.problems.fairness_report(problem, problem.params)  # doctest: +SKIP
+        >>> report.columns.tolist()  # doctest: +SKIP
+        ['loss', 'accuracy', 'parity_gap', 'decision_gap', 'opportunity_gap']
+    """
     import pandas as pd
 
     samples = pool(problem.samples)

@@ -1,25 +1,19 @@
-"""Images classified by networks (PPBC, section 4; IncentFedAvg, section 5), and the game of
-clients that have them.
+"""Images classified by networks, and the game of their clients.
+
+Sources: PPBC, section 4; IncentFedAvg, section 5.
 
     f_i(x) = mean cross-entropy over client i's images
-
-Images stay bytes in the clients' data and become numbers in the loss. More than `CHUNK` of them are
-worked on piece by piece, so that an evaluation does not need the activations of all at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int, Key, PyTree, Shaped, UInt8
+from jaxtyping import Array, Int, PyTree
 
 from fedsolve import models
 from fedsolve.data import partitions
@@ -32,11 +26,9 @@ from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.problem.stacking import stack_clients
+from fedsolve.problems.augmentation import augmented
+from fedsolve.problems.image_losses import Accuracy, CrossEntropy, Representation
 from fedsolve.types import PRNGKey, Vector
-
-CHUNK = 512  # images
-MARGIN = 4  # pixels that a crop may be off
-Pictures = dict[str, Shaped[Array, "s ..."]]  # x, y, and a mask if clients differ in size
 
 MODELS: dict[str, Callable[..., Network]] = {
     "mlp": models.MLP,
@@ -53,90 +45,11 @@ PARTITIONS = ("equal", "iid", "two_groups", "uneven")
 DATASETS = ("mnist", "cifar10", "food101")
 
 
-@dataclasses.dataclass(frozen=True)
-class Look:
-    """How a network sees images: in what type, and centred or not."""
-
-    compute: str | None
-    standardize: bool
-
-    def floats(self, network: Network, images: UInt8[Array, "s h w c"]) -> Float[Array, "s h w c"]:
-        kind = network.head.weight.dtype
-        x = images.astype(kind) / 255
-        x = (x - 0.5) / 0.25 if self.standardize else x
-        return x if self.compute is None else x.astype(self.compute)
-
-    def scores(self, network: Network, images: UInt8[Array, "s h w c"]) -> Float[Array, "s k"]:
-        return network(self.floats(network, images)).astype(network.head.weight.dtype)
-
-
-class CrossEntropy(Look):
-    """The mean over a client's images of minus the logarithm of their own class's share."""
-
-    def __call__(self, network: Network, data: Pictures) -> Float[Array, ""]:
-        def losses(images: Any, classes: Any) -> Float[Array, " s"]:
-            shares = jax.nn.log_softmax(self.scores(network, images))
-            return -jnp.take_along_axis(shares, classes[:, None].astype(int), axis=1)[:, 0]
-
-        return _mean(losses, data)
-
-
-class Accuracy(Look):
-    """The share of images whose class is found."""
-
-    def __call__(self, network: Network, data: Pictures) -> Float[Array, ""]:
-        def right(images: Any, classes: Any) -> Float[Array, " s"]:
-            scores = self.scores(network, images)
-            return (jnp.argmax(scores, axis=1) == classes).astype(scores.dtype)
-
-        return _mean(right, data)
-
-
-class Representation(Look):
-    """What the last layer sees of each image."""
-
-    def __call__(self, network: Network, data: Pictures) -> Float[Array, "s features"]:
-        rows = network.represent(self.floats(network, data["x"]))
-        return rows.astype(network.head.weight.dtype)
-
-
-def _mean(each: Callable, data: Pictures) -> Float[Array, ""]:
-    """The mean of `each(images, classes)` over the real ones, in pieces if they are many."""
-    x, y = data["x"], data["y"]
-    if len(x) <= CHUNK:
-        values = each(x, y)
-    else:
-
-        @jax.checkpoint  # a gradient, too, keeps one piece's activations
-        def one(row: tuple[Array, Array]) -> Float[Array, ""]:
-            return each(row[0][None], row[1][None])[0]
-
-        values = lax.map(one, (x, y), batch_size=CHUNK)
-    if "mask" not in data:
-        return jnp.mean(values)
-    return jnp.sum(jnp.where(data["mask"], values, 0)) / jnp.sum(data["mask"])
-
-
-def augmented(
-    key: Key[Array, ""], images: UInt8[Array, "s h w c"], flip: bool = True
-) -> UInt8[Array, "s h w c"]:
-    """Each image moved by up to `MARGIN` pixels, zeros coming in, and half of them mirrored."""
-    to_move, to_flip = jax.random.split(key)
-    count, height, width, _ = images.shape
-    down, right = jax.random.randint(to_move, (2, count, 1), 0, 2 * MARGIN + 1)
-    rows, columns = jnp.arange(height)[None], jnp.arange(width)[None]
-    if flip:
-        mirrored = jax.random.bernoulli(to_flip, shape=(count, 1))
-        columns = jnp.where(mirrored, width - 1 - columns, columns)
-    rows, columns = down + rows, right + columns
-    wide = jnp.pad(images, ((0, 0), (MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0)))
-    return wide[jnp.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
-
-
 class ImageClient(Client):
     """A client whose minibatches are augmented, by the key that draws them."""
 
-    def _draw_samples(self, key: Any) -> Samples:
+    def _draw_samples(self, key: PRNGKey | None) -> Samples:
+        """Return an augmented minibatch."""
         drawn, problem = super()._draw_samples(key), self._problem
         assert isinstance(problem, Images)
         own = jax.random.fold_in(self.key if key is None else key, 1)
@@ -145,11 +58,11 @@ class ImageClient(Client):
 
 
 class Images(Problem):
-    """See `fedsolve.problems.images`."""
+    """The problem that `images` returns."""
 
     augment: str | None = eqx.field(static=True)
 
-    def __init__(self, *given: Any, augment: str | None, **options: Any):
+    def __init__(self, *given: PyTree, augment: str | None, **options: PyTree):
         super().__init__(*given, **options)
         self.augment = augment
 
@@ -168,6 +81,7 @@ class Images(Problem):
         return kind(self, samples, w, round, index, key, memory)
 
     def with_clients(self, clients: PyTree) -> Images:
+        """Return the same problem over other clients."""
         same = ("batch_size", "test", "validation", "representation")
         options = {name: getattr(self, name) for name in same} | {"metrics": dict(self.metrics)}
         loss, augment = self.given[0], self.augment
@@ -191,34 +105,46 @@ def images(
     weights: str | Path | None = None,
     seed: int = 0,
 ) -> Images:
-    """MNIST, CIFAR-10 or Food-101 over clients, classified by a network.
+    """Classify images of MNIST, CIFAR-10 or Food-101 by a network.
 
-    - `dataset`: `"mnist"`, `"cifar10"` or `"food101"` (64×64); the first `samples` of each of its
-      parts, all if None (Food-101, which is sorted by class, is shuffled before that).
-    - `model`: `"mlp"`, `"cnn"` (filters of 3×3), `"small_cnn"` (of 5×5), `"resnet18"` or `"vit"`.
-      `hidden` units and `width` (channels) are the model's own where they are None.
-    - `partition`: `"equal"` (one size, classes of each client by Dirichlet(`alpha`)), or those of
-      the PPBC paper: `"iid"`, `"two_groups"`, `"uneven"` (ten clients, Dirichlet(`alpha`)).
-    - `augment`: minibatches are cropped at random and, if they are no digits, mirrored.
-    - `standardize`: pixels about from −2 to 2 in place of 0 to 1.
-    - `compute`: `"bfloat16"` for mixed precision; parameters and what is sent stay as they are.
-    - `validation`: that share of the training images stays with the server (for `BANT`).
-    - `weights`: a safetensors file to start from (`fedsolve.models.save`); the last layer is new.
+    The history has `test_accuracy`, the accuracy on the test images.
 
-    Test images give `test_accuracy`.
+    Args:
+        dataset: `"mnist"`, `"cifar10"` or `"food101"` (64×64).
+        model: `"mlp"`, `"cnn"` (filters of 3×3), `"small_cnn"` (of 5×5), `"resnet18"` or `"vit"`.
+        partition: `"equal"` (equal sizes, classes of each client by Dirichlet(`alpha`)), or those
+            of the PPBC paper: `"iid"`, `"two_groups"`, or `"uneven"`, which has ten clients with
+            classes by Dirichlet(`alpha`).
+        clients: The number of clients.
+        hidden: The model's hidden units; None for its default.
+        width: The model's channels; None for its default.
+        alpha: Concentration of the partition.
+        batch_size: The size of minibatches; None for all images of a client.
+        samples: How many images to use of each part of the data set, from its start; None for all.
+            Food-101, which is sorted by class, is shuffled before.
+        augment: Whether minibatches are cropped at random and, if they are not digits, mirrored.
+        standardize: Whether pixels are scaled to about −2 to 2 in place of 0 to 1.
+        compute: `"bfloat16"` for mixed precision; the types of parameters and messages do not
+            change.
+        validation: The share of the training images that the server holds (for `BANT`).
+        weights: A safetensors file to start from (`fedsolve.models.save`); the last layer is new.
+        seed: Seed of the partition and of the initial parameters.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If an option is unknown or does not fit the others, or the data set cannot be
+            loaded.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.images("mnist", "mlp", hidden=8)  # doctest: +SKIP
+        >>> problem.n, problem.dimension  # doctest: +SKIP
+        (10, 6370)
     """
-    if model not in MODELS:
-        raise InvalidInput(f"model must be one of {', '.join(MODELS)}, got {model!r}.")
-    if compute not in (None, "bfloat16", "float32"):
-        raise InvalidInput(f'compute must be "bfloat16" or "float32", got {compute!r}.')
-    if augment and batch_size is None:
-        raise InvalidInput("augment changes minibatches: give a batch_size.")
-    sizes = {"hidden": hidden, "width": width}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    for name, size in sizes.items():
-        check_count(name, size)
-        if name not in SIZES[model]:
-            raise InvalidInput(f"{model} has no {name}; it has {', '.join(SIZES[model])}.")
+    _check_options(model, augment, batch_size, compute)
+    sizes = _model_sizes(model, hidden=hidden, width=width)
     train, test, classes = _pictures(dataset, samples)
     train, held = _held_out(train, validation, seed)
     own = partitions.take(train, _parts(train["y"], partition, clients, alpha, seed))
@@ -226,17 +152,17 @@ def images(
     network = MODELS[model](train["x"].shape[1:], classes, key=jax.random.key(seed), **sizes)
     if weights is not None:
         network = models.load(network, Path(weights), fresh=["head"])
-    look = compute, standardize
+    preprocessing = compute, standardize
     flips = "crop" if dataset == "mnist" else "crop and flip"
     return Images(
-        CrossEntropy(*look),
+        CrossEntropy(*preprocessing),
         jax.tree.map(lambda *leaves: np.stack(leaves), *own) if alike else stack_clients(own),
         network,
         batch_size=batch_size,
         test=test,
-        metrics={"test_accuracy": Accuracy(*look)},
+        metrics={"test_accuracy": Accuracy(*preprocessing)},
         validation=held,
-        representation=Representation(*look),
+        representation=Representation(*preprocessing),
         augment=flips if augment else None,
     )
 
@@ -250,18 +176,60 @@ def discovery_game(
     seed: int = 0,
     cost_seed: int = 0,
 ) -> Game:
-    """The game of the clients of `images` (give both the same): random discovery of their classes,
-    a linear cost with θ_i uniform in [0, ‖q_i‖²], from one sample to all that a client has."""
+    """Make the game of the clients of `images`, if both are given the same arguments.
+
+    Its parts are random discovery of the clients' classes, a linear cost with θ_i uniform in
+    [0, ‖q_i‖²], and from one sample to all that a client has.
+
+    Args:
+        dataset: As for `images`.
+        clients: As for `images`.
+        alpha: As for `images`.
+        regularization: The game's regularisation.
+        samples: As for `images`.
+        seed: As for `images`.
+        cost_seed: Seed of the costs θ_i.
+
+    Returns:
+        The game.
+
+    Raises:
+        InvalidInput: If an option is unknown, or the data set cannot be loaded.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> game = fs.problems.discovery_game("mnist", clients=5)  # doctest: +SKIP
+    """
     train, _, classes = _pictures(dataset, samples)
-    own = _deal(train["y"], clients, alpha, seed)
+    own = _equal_parts(train["y"], clients, alpha, seed)
     Q = class_distributions([train["y"][rows] for rows in own], classes=classes)
     theta = np.random.default_rng(cost_seed).uniform(0, (Q**2).sum(axis=1))
     upper = [len(rows) for rows in own]
     return Game(RandomDiscovery(Q), LinearCost(theta), np.ones(clients), upper, regularization)
 
 
+def _check_options(model: str, augment: bool, batch_size: int | None, compute: str | None) -> None:
+    """Raise for options that are unknown or do not fit each other."""
+    if model not in MODELS:
+        raise InvalidInput(f"model must be one of {', '.join(MODELS)}, got {model!r}.")
+    if compute not in (None, "bfloat16", "float32"):
+        raise InvalidInput(f'compute must be "bfloat16" or "float32", got {compute!r}.')
+    if augment and batch_size is None:
+        raise InvalidInput("augment changes minibatches: give a batch_size.")
+
+
+def _model_sizes(model: str, **given: int | None) -> dict[str, int]:
+    """Return the sizes that are not None; raise for one that the model does not have."""
+    sizes = {name: size for name, size in given.items() if size is not None}
+    for name, size in sizes.items():
+        check_count(name, size)
+        if name not in SIZES[model]:
+            raise InvalidInput(f"{model} has no {name}; it has {', '.join(SIZES[model])}.")
+    return sizes
+
+
 def _pictures(dataset: str, samples: int | None) -> tuple[Arrays, Arrays, int]:
-    """Training and test images, and how many classes there are."""
+    """Load training and test images, and the number of classes."""
     if dataset not in DATASETS:
         raise InvalidInput(f"dataset must be one of {', '.join(DATASETS)}, got {dataset!r}.")
     data = load(dataset)
@@ -269,7 +237,7 @@ def _pictures(dataset: str, samples: int | None) -> tuple[Arrays, Arrays, int]:
         check_count("samples", samples)
 
     def shaped(part: Arrays) -> Arrays:
-        rows: Any = slice(samples)
+        rows: slice | np.ndarray = slice(samples)
         if dataset == "food101" and samples is not None:
             rows = np.random.default_rng(0).permutation(len(part["y"]))[:samples]
         x = part["x"] if part["x"].ndim == 4 else part["x"][..., None]
@@ -278,8 +246,8 @@ def _pictures(dataset: str, samples: int | None) -> tuple[Arrays, Arrays, int]:
     return shaped(data.train), shaped(data.test), len(data.names["y"])
 
 
-def _held_out(train: Arrays, share: Any, seed: int) -> tuple[Arrays, Arrays | None]:
-    """The training images without those that the server holds, and these."""
+def _held_out(train: Arrays, share: float | int, seed: int) -> tuple[Arrays, Arrays | None]:
+    """Divide the training images into the clients' and the server's."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise InvalidInput(f"validation must be a share from 0 to less than 1, got {share!r}.")
     if share == 0:
@@ -294,9 +262,10 @@ def _held_out(train: Arrays, share: Any, seed: int) -> tuple[Arrays, Arrays | No
 def _parts(
     labels: np.ndarray, partition: str, clients: int, alpha: float, seed: int
 ) -> list[np.ndarray]:
+    """Return the indices of each client's images, by the partition of that name."""
     check_count("clients", clients)
     if partition == "equal":
-        return _deal(labels, clients, alpha, seed)
+        return _equal_parts(labels, clients, alpha, seed)
     if partition == "iid":
         return partitions.iid(labels, clients, seed)
     if partition == "two_groups":
@@ -308,8 +277,8 @@ def _parts(
     return partitions.uneven(labels, alpha=alpha, seed=seed)
 
 
-def _deal(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Clients of one size: what cannot be dealt evenly is not used."""
+def _equal_parts(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    """Return parts of exactly equal size; the samples left over are not used."""
     check_count("clients", clients)
     own = partitions.uneven(labels, np.ones(clients), alpha, seed)
     fewest = min(map(len, own))

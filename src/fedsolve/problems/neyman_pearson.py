@@ -22,6 +22,7 @@ from fedsolve.fields import check_count, check_positive
 from fedsolve.problem.domains import Ball, WholeSpace
 from fedsolve.problem.problem import Problem
 from fedsolve.problems.losses import logistic
+from fedsolve.types import Vector
 
 Rows = dict[str, Float[Array, "samples 30"]]
 
@@ -33,18 +34,40 @@ def neyman_pearson(
     radius: float | None = None,
     level: float | int | None = None,
 ) -> Problem:
-    """Breast-cancer classification with the loss on the malignant class held below a tolerance.
+    """Classify breast-cancer samples with the loss on the malignant class below a tolerance.
 
-    The data (569 × 30) come with scikit-learn: 80 % to train, standardised, dealt out so that every
-    client has the same number of samples of each class; what cannot be dealt evenly is not used.
-    The other 20 % give the error rates `false_alarm` and `miss`.
+    The data (569 × 30) come with scikit-learn: 80 % to train, standardised, divided so that every
+    client has the same number of samples of each class; the samples left over are not used. The
+    other 20 % give the error rates `false_alarm` and `miss` in the history.
 
     The training data are linearly separable, so without a bound on w the infimum of f is 0 and is
     not attained. `radius` keeps ‖w‖ below it, which makes X compact, as the paper's theory has it.
 
     A loss is never 0, so that no w satisfies g(w) ≤ 0, and the paper bounds g by the algorithm's
     tolerance instead. With a `level`, g is the loss less the level: then feasible points exist, and
-    what the theory says about g ≤ 0 has a meaning.
+    the theory for g ≤ 0 applies.
+
+    Args:
+        clients: The number of clients.
+        seed: Seed of the division into training and test data.
+        batch_size: The size of minibatches; None for all samples of a client.
+        radius: The radius of the ball X around 0; None for no restriction.
+        level: The loss on the malignant class at which g is 0; None for 0.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If a client would have no malignant sample, or `radius` or `level` is not
+            positive.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.neyman_pearson(clients=5)
+        >>> problem.n, problem.dimension
+        (5, 30)
+        >>> {name: rows.shape for name, rows in problem.samples.values.items()}
+        {'majority': (5, 57, 30), 'minority': (5, 34, 30)}
     """
     check_count("clients", clients)
     if level is not None:
@@ -79,8 +102,8 @@ def neyman_pearson(
 
 
 def _split(seed: int) -> dict[str, np.ndarray]:
-    """80 % to train, 20 % held out, with the same shares of the classes."""
-    from sklearn.datasets import load_breast_cancer  # slower to import than all of ours
+    """Divide the data into 80 % to train and 20 % to test, with the same shares of the classes."""
+    from sklearn.datasets import load_breast_cancer  # slow to import
     from sklearn.model_selection import train_test_split
 
     every, is_benign = map(np.asarray, load_breast_cancer(return_X_y=True))
@@ -91,29 +114,35 @@ def _split(seed: int) -> dict[str, np.ndarray]:
     return dict(zip(names, map(np.asarray, parts), strict=True))
 
 
-def majority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+def majority_loss(w: Vector, data: Rows) -> Float[Array, ""]:
+    """Compute the mean loss on benign samples."""
     return jnp.mean(logistic(data["majority"] @ w))
 
 
-def minority_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+def minority_loss(w: Vector, data: Rows) -> Float[Array, ""]:
+    """Compute the mean loss on malignant samples."""
     return jnp.mean(logistic(-(data["minority"] @ w)))
 
 
 @dataclasses.dataclass(frozen=True)
 class MinorityLossAbove:
-    """The minority's loss less a level. Two with one level are equal: they share a program."""
+    """The minority's loss less a level.
+
+    Two instances with the same level are equal, so that they share a compiled program.
+    """
 
     level: float
 
-    def __call__(self, w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+    def __call__(self, w: Vector, data: Rows) -> Float[Array, ""]:
+        """Compute the loss less the level."""
         return minority_loss(w, data) - self.level
 
 
-def false_alarm(w: Float[Array, " d"], test: Rows) -> Float[Array, ""]:
-    """The share of benign test samples called malignant."""
+def false_alarm(w: Vector, test: Rows) -> Float[Array, ""]:
+    """Compute the share of benign test samples that are classified as malignant."""
     return jnp.mean(test["majority"] @ w > 0)
 
 
-def miss(w: Float[Array, " d"], test: Rows) -> Float[Array, ""]:
-    """The share of malignant test samples called benign."""
+def miss(w: Vector, test: Rows) -> Float[Array, ""]:
+    """Compute the share of malignant test samples that are classified as benign."""
     return jnp.mean(test["minority"] @ w <= 0)

@@ -1,7 +1,7 @@
-"""Phase retrieval under a limit: a smooth problem whose objective is only weakly convex.
+"""Constrained phase retrieval: a smooth problem whose objective is only weakly convex.
 
-Find w from the squares of its inner products with known vectors, while it must be nearly invisible
-to others:
+Find w from the squares of its inner products with known vectors, under a bound on the squares of
+its inner products with others:
 
     f_j(w) = mean of ((x·w)² − y)² / 4 over client j's measurements (x, y),
     g_j(w) = mean of (z·w)² over its probes z, less a budget.
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from fedsolve.fields import check_count, check_positive
 from fedsolve.problem.domains import Ball
 from fedsolve.problem.problem import Problem
+from fedsolve.types import Vector
 
 Data = dict[str, Float[Array, "..."]]
 
@@ -33,10 +34,31 @@ def phase_retrieval(
     radius: float | int = 2.0,
     seed: int = 0,
 ) -> Problem:
-    """A vector from squared measurements, with the mean of squared probes held below a budget.
+    """Recover a vector from squared measurements, with the mean of squared probes below a budget.
 
-    The vector has length 1, so that probes see 1 of it on average: below that, the budget matters.
-    Clients' measurements differ in scale. The start is a short random vector, as 0 is a saddle.
+    The vector has length 1, so the mean of squared probes is 1 on average, and a smaller budget is
+    active. Clients' measurements differ in scale. The start is a short random vector, as 0 is a
+    saddle.
+
+    Args:
+        clients: The number of clients.
+        size: The dimension of the vector.
+        samples: The number of measurements, and of probes, of each client.
+        budget: The bound on the mean of squared probes.
+        radius: The radius of the ball X around 0.
+        seed: Seed of the data and the start.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If a count, the budget or the radius is not positive.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.phase_retrieval(clients=4, size=3)
+        >>> problem.n, problem.dimension
+        (4, 3)
     """
     for name, value in (("clients", clients), ("size", size), ("samples", samples)):
         check_count(name, value)
@@ -58,7 +80,8 @@ def phase_retrieval(
     )
 
 
-def misfit(w: Float[Array, " d"], data: Data) -> Float[Array, ""]:
+def misfit(w: Vector, data: Data) -> Float[Array, ""]:
+    """Compute the mean of ((x·w)² − y)² / 4."""
     return jnp.mean(((data["x"] @ w) ** 2 - data["y"]) ** 2) / 4
 
 
@@ -68,5 +91,6 @@ class Visibility:
 
     budget: float
 
-    def __call__(self, w: Float[Array, " d"], data: Data) -> Float[Array, ""]:
+    def __call__(self, w: Vector, data: Data) -> Float[Array, ""]:
+        """Compute the mean less the budget."""
         return jnp.mean((data["z"] @ w) ** 2) - self.budget

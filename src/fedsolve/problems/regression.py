@@ -1,26 +1,26 @@
 """Linear and logistic regression as in FedADMM's experiments (Zhou and Li, section 5.1).
 
 Example 5.1: f_i(w) = (1/2d_i) Σ (⟨a, w⟩ − b)², a third of all samples (a, b) from each of three
-distributions, mixed and dealt out to clients of 50 to 150 samples.
+distributions, mixed and divided among clients of 50 to 150 samples.
 
 Example 5.2: f_i(w) = (1/d_i) Σ (log(1 + e^{⟨a, w⟩}) − b⟨a, w⟩) + λ/2 ‖w‖².
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
 from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import Leaf
 from fedsolve.problems.losses import logistic as softplus
+from fedsolve.types import Vector
 
-Rows = dict[str, Any]
+Rows = dict[str, PyTree]  # inputs, and targets or labels, and a mask
 
 
 def linear_regression(
@@ -31,12 +31,32 @@ def linear_regression(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> Problem:
-    """Least squares on samples from three distributions (Example 5.1).
+    """Fit least squares on samples from three distributions (Example 5.1).
 
     d_i is uniform in [`smallest`, `largest`] and d = Σ d_i. Of all samples (a, b) ⌈d/3⌉ are
     standard normal, ⌈d/3⌉ are Student-t with 5 degrees of freedom, and the others are uniform in
-    [−5, 5]; then they are shuffled and dealt out. Data are float32, padded to `largest` samples:
-    all instances have the same shapes.
+    [−5, 5]; then they are shuffled and divided. Data are float32, padded to `largest` samples, so
+    that all instances have the same shapes.
+
+    Args:
+        clients: The number of clients.
+        size: The number of parameters.
+        smallest: The least number of samples of a client.
+        largest: The largest number of samples of a client.
+        seed: Seed of the data.
+        batch_size: The size of minibatches; None for all samples of a client.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If a count is not positive, or `largest` is less than `smallest`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=3, size=2, smallest=4, largest=6)
+        >>> problem.n, problem.dimension, problem.samples.values["inputs"].shape
+        (3, 2, (3, 6, 2))
     """
     for name, count in (("clients", clients), ("size", size), ("smallest", smallest)):
         check_count(name, count)
@@ -45,7 +65,7 @@ def linear_regression(
     rng = np.random.default_rng(seed)
     sizes = rng.integers(smallest, largest + 1, clients)
     total, third = int(sizes.sum()), -(-int(sizes.sum()) // 3)
-    # Which sample comes from where is shuffled, and each is drawn at its place: no second copy.
+    # The distributions are shuffled, and each sample is drawn at its place: no second copy.
     kinds = rng.permutation(np.repeat([0, 1, 2], [third, third, total - 2 * third]))
     inputs = _aligned((clients, largest, size))
     targets = np.zeros((clients, largest), np.float32)
@@ -71,9 +91,30 @@ def logistic(
     batch_size: int | None = None,
     unit_columns: bool = False,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2): 8992 molecules of
-    1024 bits, dealt out at random in equal parts. With `unit_columns` every column has length 1: so
-    do the authors' released code's, which the paper does not say."""
+    """Fit ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2).
+
+    The data are 8992 molecules of 1024 bits, divided at random in equal parts.
+
+    Args:
+        clients: The number of clients.
+        regularisation: λ.
+        seed: Seed of the division.
+        batch_size: The size of minibatches; None for all samples of a client.
+        unit_columns: Whether every column is scaled to length 1, as in the authors' released code,
+            which the paper does not mention.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If the data set cannot be loaded, or there are more clients than samples.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.logistic(clients=10)  # doctest: +SKIP
+        >>> problem.dimension  # doctest: +SKIP
+        1024
+    """
     from fedsolve.data.datasets import load
 
     found = load("qsar_oral_toxicity").train
@@ -92,8 +133,32 @@ def logistic_regression(
     seed: int = 0,
     batch_size: int | None = None,
 ) -> Problem:
-    """Example 5.2 on any data: labels 0 or 1, dealt out at random in parts that differ by at most
-    one sample."""
+    """Fit ℓ2-regularised logistic regression on any data (Example 5.2).
+
+    Samples are divided at random in parts that differ by at most one sample.
+
+    Args:
+        inputs: One row for each sample.
+        labels: 0 or 1 for each sample.
+        clients: The number of clients.
+        regularisation: λ, at least 0.
+        seed: Seed of the division.
+        batch_size: The size of minibatches; None for all samples of a client.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If there are more clients than samples, or `regularisation` is negative.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> inputs, labels = np.eye(5), np.array([0, 1, 0, 1, 1])
+        >>> problem = fs.problems.logistic_regression(inputs, labels, clients=2)
+        >>> problem.samples.mask.sum(axis=1).tolist()
+        [3, 2]
+    """
     parts = deal(len(labels), clients, seed)
     check_positive("regularisation", regularisation, zero=True)
     width = max(map(len, parts))
@@ -112,33 +177,41 @@ def logistic_regression(
 
 
 def deal(samples: int, clients: int, seed: int) -> list[np.ndarray]:
-    """Samples' indices, shuffled and dealt out in equal parts."""
+    """Shuffle the samples' indices and divide them in equal parts."""
     check_count("clients", clients)
     if clients > samples:
         raise InvalidInput(f"{clients} clients cannot each have one of {samples} samples.")
     return np.array_split(np.random.default_rng(seed).permutation(samples), clients)
 
 
-def squared_loss(w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+def squared_loss(w: Vector, data: Rows) -> Float[Array, ""]:
+    """Compute half the mean squared error."""
     error = jnp.where(data["mask"], data["inputs"] @ w - data["targets"], 0)
     return 0.5 * jnp.sum(error**2) / jnp.sum(data["mask"])
 
 
 class LogisticLoss(eqx.Module):
-    """Of margins ⟨a, w⟩ and labels 0 or 1, with λ/2 ‖w‖². Two with the same λ are the same."""
+    """The mean logistic loss of margins ⟨a, w⟩ and labels 0 or 1, plus λ/2 ‖w‖².
+
+    Two instances with the same λ are equal, so that they share a compiled program.
+    """
 
     regularisation: float = eqx.field(static=True)
 
-    def __call__(self, w: Float[Array, " d"], data: Rows) -> Float[Array, ""]:
+    def __call__(self, w: Vector, data: Rows) -> Float[Array, ""]:
+        """Compute the loss of one client."""
         return self.of(w, data["inputs"] @ w, data["labels"], data["mask"])
 
-    def of(self, w: Array, margin: Array, labels: Array, mask: Array) -> Float[Array, ""]:
+    def of(
+        self, w: Vector, margin: Float[Array, " s"], labels: Leaf, mask: Leaf
+    ) -> Float[Array, ""]:
+        """Compute the loss from the margins."""
         loss = jnp.where(mask, softplus(margin) - labels * margin, 0)
         return jnp.sum(loss) / jnp.sum(mask) + 0.5 * self.regularisation * jnp.sum(w**2)
 
 
 def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "..."]:
-    """Zeros that JAX can take over without a copy: on a CPU they must begin at 64 bytes."""
+    """Return zeros that JAX can use without a copy: on a CPU they must be aligned to 64 bytes."""
     size = 4 * int(np.prod(shape))
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -146,12 +219,15 @@ def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "..."]:
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Draw from the standard normal distribution."""
     return rng.standard_normal(shape, np.float32)
 
 
 def _student(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Draw from the Student-t distribution with 5 degrees of freedom."""
     return rng.standard_t(5, shape)
 
 
 def _uniform(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Draw from the uniform distribution on [−5, 5]."""
     return rng.random(shape, np.float32) * 10 - 5

@@ -1,28 +1,31 @@
 """Logistic regression on sparse data that never become dense (Example 5.2 of FedADMM, real-sim).
 
-A client's rows lie in pieces of a fixed width: columns and values, padded by zeros, and the sample
-that each piece belongs to. A row of more non-zeros than the width has several pieces. So the memory
-follows the non-zeros, not the longest row (real-sim: 51 a row on average, 3484 at most).
+A client's rows are stored in pieces of a fixed width: columns and values, padded by zeros, and the
+sample that each piece belongs to. A row of more non-zeros than the width has several pieces. So the
+memory grows with the non-zeros, not with the longest row (real-sim: 51 a row on average, 3484 at
+most).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.problems.regression import LogisticLoss, deal
+from fedsolve.types import Vector
 
-Sparse = Any  # a SciPy matrix in rows (CSR)
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 
 def sparse_logistic(
@@ -32,15 +35,63 @@ def sparse_logistic(
     seed: int = 0,
     width: int = 32,
 ) -> Problem:
-    """ℓ2-regularised logistic regression on a LIBSVM file (plain, .gz or .bz2), or, without one, on
-    generated data of real-sim's shape and density: 72309 × 20958, about 51 non-zeros a row."""
+    r"""Fit ℓ2-regularised logistic regression on a LIBSVM file or on generated sparse data.
+
+    Generated data have the shape and density of real-sim: 72309 × 20958, about 51 non-zeros a row.
+
+    Args:
+        source: The LIBSVM file (plain, .gz or .bz2); None for generated data.
+        clients: The number of clients.
+        regularisation: λ, at least 0.
+        seed: Seed of the generated data and of the division.
+        width: The number of non-zeros of a piece, see `sparse_regression`.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If the file cannot be read, or there are more clients than samples.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import fedsolve as fs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "data.txt")
+        ...     _ = file.write_text("1 1:0.5 3:2\n-1 2:1\n1 3:1\n-1 1:1\n")
+        ...     problem = fs.problems.sparse_logistic(file, clients=2)
+        >>> problem.n, problem.dimension
+        (2, 3)
+    """
     rows, labels = like_real_sim(seed=seed) if source is None else read_libsvm(source)
     return sparse_regression(rows, labels, clients, regularisation, seed, width)
 
 
-def read_libsvm(path: str | Path) -> tuple[Sparse, np.ndarray]:
-    """A LIBSVM text file: the rows as a SciPy matrix, and labels 0 or 1 (the smaller and the larger
-    of the two in the file)."""
+def read_libsvm(path: str | Path) -> tuple[csr_matrix, np.ndarray]:
+    r"""Read a LIBSVM text file.
+
+    Args:
+        path: The file (plain, .gz or .bz2).
+
+    Returns:
+        The rows as a SciPy matrix, and labels 0 or 1 (the smaller and the larger of the two in the
+        file).
+
+    Raises:
+        InvalidInput: If there is no such file, it is in another format, or it has not two kinds of
+            labels.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import fedsolve as fs
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "data.txt")
+        ...     _ = file.write_text("1 1:0.5 3:2\n-1 2:1\n")
+        ...     rows, labels = fs.problems.read_libsvm(file)
+        >>> rows.shape, labels.tolist()
+        ((2, 3), [1.0, 0.0])
+    """
     from sklearn.datasets import load_svmlight_file
 
     if not Path(path).is_file():
@@ -57,9 +108,27 @@ def read_libsvm(path: str | Path) -> tuple[Sparse, np.ndarray]:
 
 def like_real_sim(
     samples: int = 72309, size: int = 20958, nonzeros: float = 51.3, seed: int = 0
-) -> tuple[Sparse, np.ndarray]:
-    """Generated rows: numbers of non-zeros with a long tail, columns by Zipf's law as words are,
-    lengths 1; labels by a hidden vector."""
+) -> tuple[csr_matrix, np.ndarray]:
+    """Generate sparse data of real-sim's shape and density.
+
+    The numbers of non-zeros of the rows have a long tail, columns are drawn by Zipf's law, as words
+    are, rows have length 1, and labels come from a hidden vector.
+
+    Args:
+        samples: The number of rows.
+        size: The number of columns.
+        nonzeros: The mean number of non-zeros of a row.
+        seed: Seed of the data.
+
+    Returns:
+        The rows as a SciPy matrix, and labels 0 or 1.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> rows, labels = fs.problems.like_real_sim(samples=20, size=50, nonzeros=5.0)
+        >>> rows.shape, labels.shape
+        ((20, 50), (20,))
+    """
     from scipy.sparse import csr_matrix
 
     rng = np.random.default_rng(seed)
@@ -78,16 +147,43 @@ def like_real_sim(
 
 
 def sparse_regression(
-    rows: Sparse,
+    rows: csr_matrix,
     labels: np.ndarray,
     clients: int,
     regularisation: float = 0.001,
     seed: int = 0,
     width: int = 32,
 ) -> Problem:
-    """Example 5.2 on a SciPy matrix in rows, dealt out at random in equal parts."""
+    """Fit ℓ2-regularised logistic regression on a sparse matrix (Example 5.2).
+
+    Samples are divided at random in equal parts.
+
+    Args:
+        rows: A SciPy matrix in compressed rows, with one row for each sample.
+        labels: 0 or 1 for each sample.
+        clients: The number of clients.
+        regularisation: λ, at least 0.
+        seed: Seed of the division.
+        width: The number of non-zeros of a piece: rows with more are stored in several pieces, and
+            pieces with fewer are padded.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If there are more clients than samples, `width` is not positive, or
+            `regularisation` is negative.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> rows, labels = fs.problems.like_real_sim(samples=20, size=50, nonzeros=5.0)
+        >>> problem = fs.problems.sparse_regression(rows, labels, clients=4, width=8)
+        >>> problem.n, problem.dimension
+        (4, 50)
+    """
     check_count("width", width)
     check_positive("regularisation", regularisation, zero=True)
+    assert rows.shape is not None
     parts = deal(len(labels), clients, seed)
     pieces = [_pieces(rows[part], width) for part in parts]
     most, samples = max(len(p[2]) for p in pieces), max(map(len, parts))
@@ -111,19 +207,20 @@ def sparse_regression(
 
 
 class SparseLogisticLoss(eqx.Module):
-    """The same loss, with margins from pieces of rows."""
+    """The logistic loss, with margins from pieces of rows."""
 
     loss: LogisticLoss = eqx.field(static=True)
 
-    def __call__(self, w: Float[Array, " d"], data: dict[str, Any]) -> Float[Array, ""]:
+    def __call__(self, w: Vector, data: dict[str, PyTree]) -> Float[Array, ""]:
+        """Compute the loss of one client."""
         rows, labels, mask = data["rows"], data["labels"], data["mask"]["labels"]
         parts = jnp.sum(rows["values"] * w[rows["columns"]], axis=1)
         margin = jax.ops.segment_sum(parts, rows["owner"], len(labels))
         return self.loss.of(w, margin, labels, mask)
 
 
-def _pieces(rows: Sparse, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Columns, values and sample of each piece."""
+def _pieces(rows: csr_matrix, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return columns, values and sample of each piece."""
     counts = np.diff(rows.indptr)
     each = np.maximum(-(-counts // width), 1)
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), each)

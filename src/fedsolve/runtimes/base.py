@@ -124,11 +124,11 @@ class RoundByRound(Runtime):
         """Play the rounds of the spans, and evaluate at their ends where they say so."""
         entries: list[History] = []
         rule = self.options.stop
-        for start, stop, look in spans.tolist():
+        for start, stop, evaluate in spans.tolist():
             info: Info = {}
             for _ in range(start, stop):
                 state, info = self.play(state)
-            if not look:
+            if not evaluate:
                 continue
             entry = info | self.evaluate(state)
             entries.append(entry_history(entry, stop))

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.sharding import shared
-from fedsolve.types import Cohort, Flags, Round
+from fedsolve.types import Cohort, Flags, PyTree, Round
 
 TOGETHER = 2**25  # bytes of clients' data up to which a cohort is computed in one piece,
 BLOCK = 2**22  # and bytes of a block where there are more (benchmarks/fedadmm_scale.py)
 
 
 def map_clients(
-    function: Callable, cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool = False
+    function: Callable[..., Any],
+    cohort: Cohort,
+    data: PyTree,
+    options: RoundOptions,
+    rows: bool = False,
 ) -> PyTree:
     """Apply a function to every client of the cohort, all at once or in blocks.
 
@@ -70,7 +75,7 @@ def map_clients(
 
 
 def _on_each_device(
-    function: Callable, cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool
+    function: Callable[..., Any], cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool
 ) -> PyTree:
     """Compute an equal part of the cohort on each device.
 
@@ -97,7 +102,7 @@ def _on_each_device(
 
 
 def _where_data_are(
-    function: Callable, cohort: Array, data: PyTree, size: int, mesh: Mesh
+    function: Callable[..., Any], cohort: Array, data: PyTree, size: int, mesh: Mesh
 ) -> PyTree:
     """Compute each client on the device that has its data, so that large data are not moved.
 

@@ -29,10 +29,10 @@ def split(spans: Spans, budget: int) -> tuple[Spans, Spans]:
     last = int(spans[0, 0]) + budget
     now = spans[: min(SLOTS, 1 + int(np.sum(spans[:-1, 1] < last)))].copy()
     rest = spans[len(now) :]
-    start, stop, look = now[-1]
+    start, stop, evaluate = now[-1]
     if stop > last:
         now[-1] = start, last, 0
-        rest = np.concatenate([np.asarray([[last, stop, look]], np.int32), rest])
+        rest = np.concatenate([np.asarray([[last, stop, evaluate]], np.int32), rest])
     return now, rest
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
+
+from fedsolve.types import PyTree
 
 
 def keep_compiled_programs() -> None:
@@ -50,7 +52,7 @@ def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
     return function(*jax.tree.unflatten(structure, leaves), *arguments)
 
 
-def prepared(function: Callable, *fixed: PyTree) -> Callable:
+def prepared(function: Callable[..., Any], *fixed: PyTree) -> Callable[..., Any]:
     """Compile `function(*fixed, *arguments)` for many short calls.
 
     The fixed arguments are flattened once, where `eqx.filter_jit` would do so in each call. Arrays

@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from fedsolve.errors import ClientError
 from fedsolve.federation.exchange import Exchange
@@ -19,7 +18,7 @@ from fedsolve.runtimes.base import Advanced, RoundByRound
 from fedsolve.runtimes.chunks import Spans
 from fedsolve.runtimes.evaluation import evaluate_state
 from fedsolve.runtimes.simulation import compiled_start
-from fedsolve.types import Cohort, Flags, Info, Reply
+from fedsolve.types import Cohort, Flags, Info, PyTree, Reply
 
 
 class DebugFederation(Federation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import weighted_sum
@@ -16,7 +16,7 @@ from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.blocks import map_clients
-from fedsolve.types import Info, PRNGKey, Round, Vector
+from fedsolve.types import Info, PRNGKey, PyTree, Round, Vector
 
 Values = dict[str, PyTree]  # by quantity, one row for each client
 Shares = Float[Array, " n"] | None  # what each client counts in a weighted objective

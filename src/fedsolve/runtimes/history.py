@@ -41,12 +41,12 @@ class History(dict[str, np.ndarray]):
 
 def host_history(entries: Info, spans: Spans) -> History:
     """Return what rounds wrote, one entry for each evaluated span, as NumPy arrays."""
-    looked = spans[:, 2] > 0
-    found = History(round=spans[looked, 1].astype(np.int64))
+    evaluated = spans[:, 2] > 0
+    found = History(round=spans[evaluated, 1].astype(np.int64))
     for name in dict.fromkeys([*(name for name in FIRST if name in entries), *entries]):
         values = entries[name]
         exact = values.exact() if isinstance(values, Count | Seconds) else np.asarray(values)
-        found[name] = exact[: len(spans)][looked]
+        found[name] = exact[: len(spans)][evaluated]
     return found
 
 

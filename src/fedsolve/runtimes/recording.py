@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
@@ -25,7 +25,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Message, Reply, Vector
+from fedsolve.types import Cohort, Flag, Flags, Message, PyTree, Reply, Vector
 
 
 class Pending(eqx.Module):

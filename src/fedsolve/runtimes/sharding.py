@@ -15,18 +15,18 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
+from fedsolve.types import PyTree
 
 Module = TypeVar("Module", bound=eqx.Module)
 AXIS = "clients"
 SHARED, COPIED = PartitionSpec(AXIS), PartitionSpec()
 
 
-Devices = int | str | Sequence[jax.Device] | None  # a number, "all", or JAX devices
+Devices = int | str | Sequence[object] | None  # a number, "all", or JAX devices
 
 
 def mesh_of(devices: object) -> Mesh | None:

@@ -8,6 +8,7 @@ rounds as it is told and evaluates at its end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.federation.exchange import Exchange
@@ -30,7 +31,7 @@ from fedsolve.runtimes.chunks import Spans, padded
 from fedsolve.runtimes.evaluation import evaluate_state
 from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
-from fedsolve.types import Cohort, Flag, Flags, Info, Reply, Round
+from fedsolve.types import Cohort, Flag, Flags, Info, PyTree, Reply, Round
 
 
 class Simulation(Federation):
@@ -150,7 +151,7 @@ def advance(
     return state, everywhere(entries, options.mesh)
 
 
-def _traced(function: Callable, *given: PyTree) -> tuple[Callable, PyTree]:
+def _traced(function: Callable[..., Any], *given: PyTree) -> tuple[Callable[..., Any], PyTree]:
     """Trace a function once for arguments of these shapes; also return the shapes of its result."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
     run, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)

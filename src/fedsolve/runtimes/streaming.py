@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
@@ -40,7 +40,7 @@ from fedsolve.runtimes.recording import (
 )
 from fedsolve.runtimes.simulation import Simulation
 from fedsolve.storage.client_store import Pairs, Store
-from fedsolve.types import Cohort, Info, Reply, Vector
+from fedsolve.types import Cohort, Info, PyTree, Reply, Vector
 
 BLOCK = 2**26  # bytes of clients' data that are evaluated in one piece
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
@@ -30,7 +29,7 @@ from fedsolve.runtimes.history import History, joined
 from fedsolve.storage import arrays as codec
 from fedsolve.storage.atomic import check_writable, write_atomically
 from fedsolve.storage.client_store import Store
-from fedsolve.types import Table
+from fedsolve.types import PyTree, Table
 
 FORMAT = 1
 MAGIC = b"fedsolve checkpoint "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -42,7 +43,7 @@ class Options:
     stop: Stop | None = None
     progress: Progress | None = None
     interrupted: Callable[[], bool] | None = None
-    follow: Mapping[str, Callable] | None = None
+    follow: Mapping[str, object] | None = None
     clock: Clock | None = None
     devices: Devices = None
     store: object = None  # a folder or a mutable mapping
@@ -110,12 +111,14 @@ class Options:
     @property
     def followed(self) -> Follow:
         """What is to be followed, in a form that a compiled program can be kept for."""
+        found: list[tuple[str, Callable[..., Any]]] = []
         for name, function in (self.follow or {}).items():
             if not callable(function):
                 raise InvalidInput(
                     f"follow[{name!r}] must be a function of (problem, params), got {function!r}."
                 )
-        return tuple((self.follow or {}).items())
+            found.append((name, function))
+        return tuple(found)
 
     def _check_streamed(self, saved: State | Checkpoint | None) -> None:
         if self.checkpoint is not None and self.store is None:

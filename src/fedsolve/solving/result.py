@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
@@ -16,7 +15,7 @@ from fedsolve.federation.state import State
 from fedsolve.fields import check_positive
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
-from fedsolve.types import Vector
+from fedsolve.types import PyTree, Vector
 
 if TYPE_CHECKING:  # slow imports, and a package above this one
     from matplotlib.figure import Figure

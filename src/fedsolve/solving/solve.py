@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput, ProcessLost
@@ -39,6 +39,7 @@ from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.options import Options, Progress
 from fedsolve.solving.result import Run
+from fedsolve.types import PyTree
 
 
 def solve(
@@ -58,7 +59,7 @@ def solve(
     stop: Stop | None = None,
     progress: Progress | None = None,
     interrupted: Callable[[], bool] | None = None,
-    follow: Mapping[str, Callable] | None = None,
+    follow: Mapping[str, object] | None = None,
     clock: Clock | None = None,
     devices: Devices = None,
     store: object = None,
@@ -259,7 +260,7 @@ def _resumed(saved: State, start: State, rounds: int) -> State:
     return jax.tree.map(jnp.asarray, saved)
 
 
-def _shapes(tree: PyTree) -> tuple[object, list[tuple]]:
+def _shapes(tree: PyTree) -> tuple[object, list[tuple[Any, ...]]]:
     leaves, structure = jax.tree.flatten(eqx.filter(tree, eqx.is_array_like))
     return structure, [(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 

@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import equinox as eqx
-from jaxtyping import PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import Stop
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Flag
+from fedsolve.types import Flag, PyTree
 
 
 class Stationary(eqx.Module):

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ def sweep(
     precision: str | None = None,
     clients_at_once: int | None = None,
     stop: Stop | None = None,
-    follow: Mapping[str, Callable] | None = None,
+    follow: Mapping[str, object] | None = None,
     clock: Clock | None = None,
     **grid: Sequence[object],
 ) -> Sweep:

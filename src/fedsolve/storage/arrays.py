@@ -8,9 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
-from fedsolve.types import Table
+from fedsolve.types import PyTree, Table
 
 HEAD = 2**20  # bytes allowed for the head and the arrays' names
 TYPES = {"BOOL": np.dtype("?")} | {  # safetensors' words for them

@@ -96,7 +96,7 @@ class _File:
 class _Given:
     """Slots in a mapping from numbers to bytes that the user brings."""
 
-    def __init__(self, mapping: MutableMapping, dtype: np.dtype):
+    def __init__(self, mapping: MutableMapping[int, bytes], dtype: np.dtype):
         self._mapping, self._dtype = mapping, dtype
 
     def open(self) -> None:

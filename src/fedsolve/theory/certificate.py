@@ -145,7 +145,7 @@ def _applicable_guarantee(run: Run, guarantee: Guarantee | None) -> Guarantee:
     promise = getattr(algorithm, "guarantee", None) if guarantee is None else guarantee
     if promise is None:
         raise InvalidInput(
-            "Nothing was promised: make the algorithm by FedSGM.from_theory, and change none of "
+            "Nothing was promised: create the algorithm with FedSGM.from_theory, and do not change "
             "its numbers."
         )
     if promise.is_stationarity:

@@ -123,7 +123,7 @@ def estimate(
         distance, diameter = extent(placed)
         if radius is None and not np.isfinite(distance):
             raise InvalidInput(
-                "X is unbounded: give a radius around the start to look in, or a bounded domain "
+                "X is unbounded: give a radius around the start to search, or a bounded domain "
                 "such as Ball."
             )
         reach = distance if radius is None else min(distance, radius)
@@ -156,7 +156,7 @@ def check_mean(problem: Problem) -> None:
     if problem.constraint is not None and not isinstance(problem.constraint, Mean):
         kind = type(problem.constraint).__name__
         raise InvalidInput(
-            f"The theorems are about a constraint that is a mean of clients' own; this is a {kind}."
+            f"The theorems need a constraint that is a mean over clients; this is a {kind}."
         )
 
 

@@ -113,6 +113,8 @@ class _Case:
         )
 
 
+# A guarantee is part of its algorithm, and so of the fingerprint in checkpoints: a run that was
+# started with another wording of these sentences cannot be resumed.
 CONVEX = "Every f_j and g_j is convex and Lipschitz with the G given (Assumption 1)."
 NEAR = "‖w_0 − w*‖ is at most the D given."
 COMPACT = "X is convex and its diameter is at most the D given (Assumption 2)."
@@ -219,7 +221,7 @@ def fedsgm(
     if m < clients and sigma is None:
         raise InvalidInput(
             "With fewer participants than clients the theorems need sigma: how far a cohort's "
-            "constraint may be from everyone's (half the range of the g_j(w) will do)."
+            "constraint may be from everyone's (half the range of the g_j(w) is enough)."
         )
     case = _Case(
         D=float(distance),

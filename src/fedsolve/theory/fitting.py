@@ -73,6 +73,7 @@ def fedsgm_for(
         found = estimate(problem, points=points, seed=seed, radius=radius)
         for name, source in missing.items():
             given[name] = getattr(found, source)
+            # This wording is part of checkpoints' fingerprints, as those in `fedsgm` are.
             estimated.append(
                 f"{name} = {given[name]:.6g} is an estimate: the extreme of what was seen at "
                 f"{points} points of X."

@@ -139,7 +139,7 @@ def participation(game: Game, start: ArrayLike, step_size: float | None = None) 
     check_positive("step_size", step)
     if step > most * (1 + 1e-12):
         raise InvalidInput(
-            f"step_size {step:g} is above μ_F/L_F² = {most:g}: nothing is promised there."
+            f"step_size {step:g} is above μ_F/L_F² = {most:g}, the largest that Lemma 4.3 allows."
         )
     best = game.equilibrium()
     distance = float(np.linalg.norm(begin - best))
@@ -238,7 +238,7 @@ def incentfedavg(
     gamma = gamma if step_size is None else float(step_size)
     check_positive("step_size", gamma)
     if gamma > largest * (1 + 1e-12):
-        raise InvalidInput(f"step_size {gamma:g} is above {largest:.6g}, the most allowed here.")
+        raise InvalidInput(f"step_size {gamma:g} is above {largest:.6g}, the largest allowed here.")
     if distance is not None:
         bound = constants.convex_bound(gamma, first, float(distance), float(optimum_gradients))
     else:
@@ -297,8 +297,8 @@ class _Constants:
         first = max(0, math.ceil(math.log(reach) / math.log(1 / self.rho))) if reach > 0 else 0
         if first > self.R - 1:
             raise InvalidInput(
-                f"{self.R} rounds are too few: the participation has to settle first, and promises "
-                f"begin after round {first}."
+                f"{self.R} rounds are too few: participation has to settle first, and the bounds "
+                f"hold only after round {first}."
             )
         return first
 
@@ -339,7 +339,7 @@ def _unchecked(convex: bool, first: int, local_steps: int, exact: bool) -> tuple
     unchecked = ["L, ν, G and B hold wherever the run goes."]
     if first > 0:
         what = "‖x̄ − x*‖" if convex else "f(x̄) − f*"
-        unchecked.append(f"{what} after round r̂ = {first}, known only then, is what was given.")
+        unchecked.append(f"{what} after round r̂ = {first} is as given; it is known only then.")
     if local_steps > 1:
         unchecked.append(
             "Every step's gradient is unbiased, whatever was drawn before (Assumption 2.1): but a "

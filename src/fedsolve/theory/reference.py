@@ -122,7 +122,7 @@ def least(problem: Problem) -> float:
 
     check_functions(problem)
     if problem.constraint is not None or not isinstance(problem.domain, WholeSpace):
-        raise InvalidInput("The least f is looked for without constraint only; give the optimum.")
+        raise InvalidInput("The least f is computed only without a constraint; give the optimum.")
     with jax.enable_x64(True):
         placed = problem.on_device()  # data keep their type: no second copy of them is made
 

@@ -1,4 +1,4 @@
-"""PyTorch modules as problems."""
+"""PyTorch modules as problems; needs the extra `fedsolve[torch]`."""
 
 from fedsolve.torch.problem import load, problem
 

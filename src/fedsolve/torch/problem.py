@@ -1,4 +1,4 @@
-"""Problems whose model is a PyTorch module: `problem` makes one, `load` brings a result back.
+"""Problems whose model is a PyTorch module: `problem` makes one, `load` copies a result back.
 
     net = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 1))
 
@@ -10,8 +10,8 @@
     fs.torch.load(net, run.params)
 
 The compiled program calls back into Python, where PyTorch computes value and gradient in one pass,
-client by client. Padding is dropped on the way: a loss sees its client's own samples and nothing
-else, so it is exact whatever it does with them.
+client by client. Padding is removed before the call: a loss sees only its client's samples, so it
+is exact whatever it does with them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import copy
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, PyTree
+from numpy.typing import ArrayLike
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.layout import Layout
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Mask, Samples, as_samples
+from fedsolve.problem.samples import Leaf, Mask, Samples, as_samples
+from fedsolve.torch.callback import call
+from fedsolve.types import Vector
 
 try:
     import torch
@@ -50,23 +51,46 @@ def problem(
     *,
     test: PyTree = None,
     metrics: Mapping[str, Callable] | None = None,
-    **options: Any,
+    **options: PyTree,
 ) -> Problem:
-    """A `Problem` whose parameters are those of the module that require a gradient, by name.
+    """Make a `Problem` whose parameters are the module's parameters that require a gradient.
 
-    - `loss(model, data)`: f_j, a scalar tensor, of the module and one client's data as tensors:
-      floating-point ones in the run's precision, as the module is, others of the type you gave.
-    - `clients`: as for `Problem`, arrays or tensors. A loss has no mask to look at.
-    - `constraint`: g_j in the same form, or a `Constraint` made of such functions (a `Statistics`
-      combines its sums on the server, in JAX).
-    - `metrics`: functions of (model, test), by name.
-    - `options`: what else `Problem` takes.
+    The module is copied as it is now, and never changed. Values must be reproducible, so a module
+    that draws random numbers or changes its buffers (dropout and batch normalization in training
+    mode) cannot be used; call `module.eval()` first.
 
-    The module is copied as it is now, and never changed. A problem must give the same value
-    whenever it is asked, so a module that draws random numbers or moves its buffers (dropout and
-    batch normalization in training mode) is refused; after `module.eval()` it is not.
+    PyTorch has its own threads: for a small module `torch.set_num_threads(1)` is often faster.
 
-    PyTorch keeps its own threads: for a small module `torch.set_num_threads(1)` is often faster.
+    Args:
+        module: The module. Its parameters have the names of `named_parameters`.
+        loss: f_j, a function of (model, one client's data) that returns a scalar tensor. The data
+            are tensors: floating-point ones in the run's precision, as the module is, others of the
+            type that was given. There is no mask, as padding is removed.
+        clients: All clients' data as for `Problem`, arrays or tensors.
+        constraint: g_j in the form of `loss`, or a `Constraint` made of such functions (a
+            `Statistics` combines its sums on the server, in JAX).
+        test: Data for the metrics, arrays or tensors.
+        metrics: Functions of (model, test), by name.
+        **options: Other arguments of `Problem`.
+
+    Returns:
+        The problem.
+
+    Raises:
+        InvalidInput: If the module has no parameters that require a gradient, or a function fails,
+            has no gradient, draws random numbers or changes buffers.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> import torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> def loss(model, data):
+        ...     return torch.mean((model(data["x"])[:, 0] - data["y"]) ** 2)
+        >>> data = {"x": np.ones((3, 4, 2)), "y": np.zeros((3, 4))}
+        >>> problem = fs.torch.problem(net, loss, clients=data)
+        >>> problem.n, sorted(problem.params)
+        (3, ['bias', 'weight'])
     """
     check_kind("module", module, torch.nn.Module)
     model = _Model(module)
@@ -96,13 +120,35 @@ def problem(
     )
 
 
-def load(module: torch.nn.Module, params: Mapping[str, Any]) -> torch.nn.Module:
-    """Copies parameters, such as `run.params`, into the module, and hands it back."""
+def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module:
+    """Copy parameters, such as `run.params`, into the module.
+
+    Args:
+        module: The module that the problem was made of, or one with the same parameters.
+        params: The parameters, by name.
+
+    Returns:
+        The same module.
+
+    Raises:
+        InvalidInput: If names or shapes do not fit the module.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> import torch
+        >>> params = {"bias": np.zeros(1), "weight": np.array([[1.0, 2.0]])}
+        >>> net = fs.torch.load(torch.nn.Linear(2, 1), params)
+        >>> net(torch.ones(2)).tolist()
+        [3.0]
+    """
     own = {name: tuple(tensor.shape) for name, tensor in _trainable(module).items()}
     given = {name: np.shape(array) for name, array in params.items()}
     if own != given:
         names = sorted(k for k in own.keys() | given.keys() if own.get(k) != given.get(k))
-        raise InvalidInput(f"params do not fit the module: look at {', '.join(names)}.")
+        raise InvalidInput(
+            f"params do not fit the module: names or shapes differ for {', '.join(names)}."
+        )
     with torch.no_grad():
         for name, tensor in _trainable(module).items():
             tensor.copy_(torch.from_numpy(np.array(params[name])))
@@ -118,12 +164,12 @@ class _Model:
             raise InvalidInput("The module has no parameters that require a gradient.")
         self.params = {name: _array(own[name]).copy() for name in sorted(own)}  # as JAX sorts them
         self.w = np.concatenate([array.ravel() for array in self.params.values()])
-        self.lock = threading.Lock()  # a copy is at one w at a time; XLA calls from any thread
+        self.lock = threading.Lock()  # a copy has one w at a time; XLA calls from several threads
         self._module = copy.deepcopy(module)
         self._copies: dict[torch.dtype, tuple[torch.nn.Module, list, torch.Tensor]] = {}
 
     def at(self, w: np.ndarray) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-        """The module with its parameters set to w, and these."""
+        """Return the module with its parameters set to w, and these parameters."""
         point = torch.from_numpy(np.array(w))
         if point.dtype not in self._copies:  # buffers and frozen parameters follow the precision
             module = copy.deepcopy(self._module).to(point.dtype)
@@ -140,9 +186,9 @@ class _Model:
 
 @dataclasses.dataclass(eq=False)
 class _Function:
-    """A user's function of (model, data) in torch, as one of (params, data) in JAX.
+    """A user's function of (model, data) in torch, as a function of (params, data) in JAX.
 
-    It may return any structure of tensors, as the sums of a `Statistics` are; between JAX and torch
+    It may return any structure of tensors, as for the sums of a `Statistics`; between JAX and torch
     everything is a vector.
     """
 
@@ -162,25 +208,30 @@ class _Function:
         self._in_jax.defjvp(self._derivative)
 
     def __call__(self, params: PyTree, data: PyTree) -> PyTree:
+        """Compute the function in JAX."""
         mask = None
         if isinstance(data, dict) and "mask" in data and "mask" not in self.samples.values:
             data, mask = {k: v for k, v in data.items() if k != "mask"}, data["mask"]
         w = jnp.concatenate([jnp.ravel(params[name]) for name in self.model.params])
         return self.returned.unravel(self._in_jax(w, data, mask))
 
-    def _value(self, w: Float[Array, " d"], data: PyTree, mask: Mask) -> Float[Array, " k"]:
-        return _call(self.values, [(self.returned.size,)], w, data, mask)[0]
+    def _value(self, w: Vector, data: PyTree, mask: Mask) -> Float[Array, " k"]:
+        """Compute the outputs as one vector."""
+        return call(self.values, [(self.returned.size,)], w, data, mask)[0]
 
-    def _derivative(self, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    def _derivative(
+        self, primals: tuple, tangents: tuple
+    ) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
+        """Compute the outputs and their derivative along a tangent."""
         k, d = self.returned.size, primals[0].size
-        values, slopes = _call(self.values_and_slopes, [(k,), (k, d)], *primals)
+        values, slopes = call(self.values_and_slopes, [(k,), (k, d)], *primals)
         return values, jnp.sum(slopes * tangents[0], axis=-1)
 
     @functools.cached_property
     def returned(self) -> Layout:
-        """How what the function returns lies in a vector.
+        """The layout of the function's outputs in a vector.
 
-        It is tried on all data, so that what is wrong is said now and not in the middle of a run.
+        The function is run on all data, so that errors are raised now and not during a run.
         """
         leaves, outputs, has_gradient = jax.tree.leaves(self.samples), None, not self.smooth
         with self.model.lock, torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -208,24 +259,26 @@ class _Function:
         return Layout.of(jax.tree.map(_array, outputs))
 
     def _state(self) -> list[torch.Tensor]:
-        """What calls must leave as it is, or the next one gives something else."""
+        """Return what a call must not change, so that the next one gives the same value."""
         module, _ = self.model.at(self.model.w)
         return [torch.get_rng_state(), *(buffer.clone() for buffer in module.buffers())]
 
-    # What follows runs in NumPy and torch alone: JAX waits for it, so it must not wait for JAX.
+    # The methods below use NumPy and torch alone: they must not wait for JAX, which waits for them.
 
     def values(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
+        """Compute the outputs for one client."""
         # With gradients enabled here too: a loss may differentiate with respect to its inputs.
         with self.model.lock, torch.enable_grad():
             _, outputs = self._run(w, data, mask)
             return [_array(_flat(outputs))]
 
     def values_and_slopes(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
+        """Compute the outputs for one client, and their derivatives by w."""
         with self.model.lock, torch.enable_grad():
             params, outputs = self._run(w, data, mask)
             values = _flat(outputs)
             slopes = np.zeros((len(values), len(w)), w.dtype)
-            if values.requires_grad:  # or else this client's does not depend on the parameters
+            if values.requires_grad:  # or else the outputs do not depend on the parameters
                 for row, value in zip(slopes, values, strict=True):
                     parts = torch.autograd.grad(
                         value, params, retain_graph=True, materialize_grads=True
@@ -234,11 +287,11 @@ class _Function:
             return [_array(values), slopes]
 
     def _run(self, w: np.ndarray, data: PyTree, mask: Mask) -> tuple[list, PyTree]:
-        """The parameters, and the user's function of the module and the samples that are real."""
+        """Return the parameters, and the user's function of the module and the real samples."""
         module, params = self.model.at(w)
 
         def tensor(array: np.ndarray, given: np.ndarray) -> torch.Tensor:
-            # A copy, since JAX's memory is not torch's to write to.
+            # A copy, since torch must not write to JAX's memory.
             kind = w.dtype if given.dtype.kind == "f" else given.dtype
             return torch.from_numpy(np.array(array, kind)).to(params[0].device)
 
@@ -247,69 +300,23 @@ class _Function:
         return params, jax.tree.map(lambda leaf: torch.as_tensor(leaf).to(params[0]), outputs)
 
 
-def _call(function: Callable, shapes: Sequence[tuple[int, ...]], *inputs: PyTree) -> list[Array]:
-    """`jax.pure_callback`, with numbers of 8 bytes as pairs of words.
-
-    JAX hands arrays over in a thread that does not know of a local `enable_x64`, and would round
-    float64 to float32 there without a word.
-    """
-    leaves, structure = jax.tree.flatten(inputs)
-    dtypes = tuple(leaf.dtype for leaf in leaves)
-    words = [lax.bitcast_convert_type(x, np.uint32) if _is_wide(x) else x for x in leaves]
-    expected = [
-        jax.ShapeDtypeStruct((*shape, 2), np.uint32)
-        if _is_wide(leaves[0])
-        else jax.ShapeDtypeStruct(shape, dtypes[0])
-        for shape in shapes
-    ]
-    found = jax.pure_callback(
-        _Host(function, dtypes), expected, *structure.unflatten(words), vmap_method="expand_dims"
-    )
-    return [lax.bitcast_convert_type(leaf, dtypes[0]) for leaf in found]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Host:
-    """What JAX calls: the function on each client. Equal to its like, so it is compiled once."""
-
-    function: Callable
-    dtypes: tuple
-
-    def __call__(self, *words: PyTree) -> list[np.ndarray]:
-        leaves, structure = jax.tree.flatten(words)
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        for i, dtype in enumerate(self.dtypes):
-            if dtype.itemsize == 8:
-                arrays[i] = np.ascontiguousarray(arrays[i]).view(dtype)[..., 0]
-        extra = arrays[0].ndim - 1  # axes that vmap put in front, of size 1 where shared
-        sizes = np.broadcast_shapes(*(array.shape[:extra] for array in arrays))
-        spread = [np.broadcast_to(array, sizes + array.shape[extra:]) for array in arrays]
-        rows = [
-            self.function(*structure.unflatten([array[index] for array in spread]))
-            for index in np.ndindex(sizes)
-        ]
-        found = [np.stack(row).reshape(sizes + row[0].shape) for row in zip(*rows, strict=True)]
-        return [x[..., None].view(np.uint32) if _is_wide(x) else x for x in found]
-
-
-def _is_wide(array: Any) -> bool:
-    return array.dtype.itemsize == 8
-
-
 def _flat(outputs: PyTree) -> torch.Tensor:
+    """Return the outputs as one vector."""
     return torch.cat([leaf.reshape(-1) for leaf in jax.tree.leaves(outputs)])
 
 
 def _real(data: PyTree, mask: Mask) -> PyTree:
-    """The samples that are no padding."""
+    """Return the samples without padding."""
     if isinstance(mask, dict):
         return {name: _real(entry, mask[name]) for name, entry in data.items()}
     return data if mask is None else jax.tree.map(lambda leaf: leaf[mask.astype(bool)], data)
 
 
 def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the module's parameters that require a gradient, by name."""
     return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
 
 
-def _array(leaf: Any) -> np.ndarray:
+def _array(leaf: torch.Tensor | ArrayLike) -> np.ndarray:
+    """Return an array or tensor as a NumPy array."""
     return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
