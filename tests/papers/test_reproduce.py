@@ -1,4 +1,4 @@
-"""`fedsolve reproduce`: the catalogue, a reproduction from the command line, the page of results."""
+"""`fedsolve reproduce`: the catalogue, runs from the command line, the page of results."""
 
 import importlib
 import inspect
