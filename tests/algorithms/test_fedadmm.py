@@ -252,7 +252,7 @@ def test_a_neural_network_with_minibatches():
         ({"participants": 9}, "participants is 9, but there are only 6"),
     ],
 )
-def test_bad_settings_get_a_sentence(options, sentence):
+def test_bad_settings_raise(options, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         fs.solve(problem_of(), fs.FedADMM(**options), rounds=1)
 

@@ -121,6 +121,6 @@ def test_personal_parameters_fit_their_clients_better_than_shared_ones(problem):
         (lambda: fs.FedAlt(0.1, personal_steps=0), "personal_steps must be a whole number"),
     ],
 )
-def test_bad_settings_get_a_sentence(make, sentence):
+def test_bad_settings_raise(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()

@@ -270,7 +270,7 @@ def test_soft_switching_violates_less_than_hard():
     assert sum(hard) >= 4 * max(sum(soft), 1)
 
 
-def test_unbiased_downlink_is_refused():
+def test_an_unbiased_downlink_raises():
     with pytest.raises(fs.InvalidInput, match="downlink must be contractive"):
         fs.FedSGM(0.1, downlink=fs.RandK(0.5))
 

@@ -128,7 +128,7 @@ def test_random_subsets_converge_on_average_with_a_diminishing_step():
     np.testing.assert_allclose(run.params, best / best.sum() @ means, atol=0.03)
 
 
-def test_a_subset_has_exactly_so_many_distinct_samples():
+def test_a_subset_has_the_requested_number_of_distinct_samples():
     """f = w[s] for sample s: one full step moves w by 1/⌈N⌉ at the samples that were looked at."""
     problem = fs.Problem(
         lambda w, data: jnp.mean(w[data["s"]]), {"s": np.arange(50)[None]}, np.zeros(50)
@@ -264,6 +264,6 @@ def test_the_weighted_objective_is_that_of_the_clients_weights():
         (lambda: fs.FedAvg(0.1, weighting=fs.Strategic(a_game(upper=7), 1.0)), "has 6 samples"),
     ],
 )
-def test_bad_input_gets_a_sentence(make, message):
+def test_bad_input_raises(make, message):
     with pytest.raises(fs.InvalidInput, match=message):
         fs.solve(mean_problem(), make(), rounds=1)

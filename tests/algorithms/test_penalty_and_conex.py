@@ -39,7 +39,7 @@ def test_penalty_follows_the_transcription():
     assert run.average is None
 
 
-def test_penalty_of_nothing_is_fedavg():
+def test_without_a_penalty_it_is_fedavg():
     options = {"local_steps": 4, "participants": 3}
     nothing, _ = trajectory(
         examples.least_squares(), fs.PenaltyFedAvg(0.05, rho=0.0, **options), 60
@@ -131,6 +131,6 @@ def test_conex_needs_a_constraint():
         (lambda: fs.IPPConEx(0.1, steps=0), "steps must be a whole number from 1 up"),
     ],
 )
-def test_bad_numbers_get_a_sentence(make, sentence):
+def test_bad_numbers_raise(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()

@@ -1,4 +1,4 @@
-"""PPBC and PPBC+: the transcription, the virtual sequence, and what correction is for."""
+"""PPBC and PPBC+ against a transcription, their virtual sequence, and the effect of correction."""
 
 import warnings
 
@@ -194,7 +194,7 @@ def drawn_in(rounds, algorithm):
 
 
 @pytest.mark.parametrize("strategy", SELECTED.values(), ids=SELECTED.keys())
-def test_who_is_up_does_not_decide_who_is_selected(strategy):
+def test_availability_does_not_change_the_selection(strategy):
     """Within an epoch, before any correction: weights times η/q are 1 in all, on average, in every
     round, and line 17 moves x as with everyone up."""
     found = drawn_in(4, fs.PPBC(0.05, availability=OFTEN, epoch_length=10, **strategy))
@@ -299,7 +299,7 @@ def test_the_released_codes_surrogate():
     assert not run.state.server.previous.any()
 
 
-def test_epochs_have_the_papers_law():
+def test_epochs_have_the_papers_distribution():
     algorithm = fs.PPBC(0.01, epoch_end=0.3)
     keys = jax.random.split(jax.random.key(0), 4000)
     ends, empty = jax.vmap(lambda key: algorithm.ends(jnp.int32(1), key))(keys)
@@ -343,7 +343,7 @@ def test_the_cap_holds_after_selection(select_round):
     assert weights.min() >= 0
 
 
-def test_momentum_out_of_proportion_gets_a_sentence():
+def test_too_much_momentum_raises():
     with pytest.warns(UserWarning, match=r"momentum 0.1 is out of proportion .* at most 0.02"):
         fs.PPBC(0.01, momentum=0.1)
     with pytest.warns(UserWarning, match="at most 0.0008"):
@@ -378,6 +378,6 @@ BAD = {
 
 
 @pytest.mark.parametrize(("call", "sentence"), BAD.values(), ids=BAD.keys())
-def test_one_sentence(call, sentence):
+def test_bad_input_raises_one_sentence(call, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         call()

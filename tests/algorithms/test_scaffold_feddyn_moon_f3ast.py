@@ -183,7 +183,7 @@ def test_f3ast_follows_its_rule():
     np.testing.assert_allclose(run.params, w, atol=1e-10)
 
 
-def test_f3ast_is_less_biased_than_averaging_whoever_is_there():
+def test_f3ast_is_less_biased_than_averaging_available_clients():
     """Availability that goes with the data: FedAvg finds the optimum of those who are there."""
     q = [0.95, 0.1, 0.95, 0.1, 0.95, 0.1]
     ends = {}

@@ -116,7 +116,7 @@ def test_folders_are_never_overwritten(fedsolve, tmp_path):
     assert (tmp_path / "runs/neyman-pearson/history.csv").read_bytes() == before
 
 
-def test_divergence_keeps_what_there_is(fedsolve, tmp_path):
+def test_divergence_keeps_the_rounds_before(fedsolve, tmp_path):
     (tmp_path / "bad.toml").write_text(
         """
         problem = { kind = "neyman_pearson", clients = 5 }
@@ -218,7 +218,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("words", "sentence"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_usage_gets_a_sentence_and_status_2(fedsolve, tmp_path, words, sentence):
+def test_wrong_usage_prints_one_sentence_and_exits_with_status_2(
+    fedsolve, tmp_path, words, sentence
+):
     (tmp_path / "base.toml").write_text(BASE)
     (tmp_path / "broken.toml").write_text("a = = 3")
     (tmp_path / "empty.toml").write_text("")

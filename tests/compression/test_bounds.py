@@ -153,7 +153,7 @@ def test_variance_of_known_cases(compressor, size, omega):
 
 
 @every
-def test_a_bound_that_does_not_exist_is_refused(compressor):
+def test_a_bound_that_does_not_exist_raises(compressor):
     assert compressor.unbiased or compressor.contractive
     if not compressor.unbiased:
         with pytest.raises(InvalidInput, match=r"is biased and has no ω"):

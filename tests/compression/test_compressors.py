@@ -215,7 +215,7 @@ def test_composition_compresses_the_kept_values():
         (np.ones(3, np.int32), r"1-D float vector, got int32 of shape \(3,\)"),
     ],
 )
-def test_bad_vectors_are_refused(compressor, v, sentence):
+def test_bad_vectors_raise(compressor, v, sentence):
     with pytest.raises(InvalidInput, match=f"^{type(compressor).__name__} .*{sentence}"):
         compressor(jnp.asarray(v), KEY)
 
@@ -226,13 +226,13 @@ def test_non_finite_values_pass_where_they_cannot_be_seen():
 
 
 @over(RANDOM)
-def test_chance_needs_a_key(compressor):
+def test_random_compressors_need_a_key(compressor):
     with pytest.raises(InvalidInput, match=r"draws at random and needs a key"):
         compressor(normal(7))
 
 
 @over(DETERMINISTIC)
-def test_no_chance_needs_no_key(compressor):
+def test_deterministic_compressors_need_no_key(compressor):
     v = normal(30)
     assert eqx.tree_equal(compressor(v), compressor(v, KEY))
 
@@ -272,6 +272,6 @@ PAIR = "Compose needs two contractive compressors or two unbiased ones"
         (Compose, (RandK(0.1), Float8()), f"{PAIR}, got RandK(fraction=0.1) and Float8()."),
     ],
 )
-def test_bad_arguments_are_refused(kind, arguments, sentence):
+def test_bad_arguments_raise(kind, arguments, sentence):
     with pytest.raises(InvalidInput, match=f"^{re.escape(sentence)}$"):
         kind(*arguments)

@@ -85,7 +85,7 @@ def test_the_last_index_fits(size):
 
 
 @every
-def test_weighted_sum_is_the_sum_and_weight_zero_is_silence(compressor):
+def test_weighted_sums_ignore_packets_of_weight_zero(compressor):
     weights = np.zeros(len(KEYS), np.float32)
     weights[:3] = 0.5, 2, -1
     stacked, rows = compress_and_dense_rows(compressor, normal(len(KEYS), 30), KEYS)

@@ -1,4 +1,4 @@
-"""Data sets: found, or downloaded whole and checked, or refused with a sentence."""
+"""Data sets: found on disk, downloaded and checked, or an error in one sentence."""
 
 import dataclasses
 import gzip
@@ -194,7 +194,7 @@ def test_food101_from_its_pictures(home):
         fs.datasets.load("food101")
 
 
-def test_nothing_reachable_and_no_such_name_get_a_sentence(home, tmp_path, monkeypatch):
+def test_unreachable_servers_and_unknown_names_raise(home, tmp_path, monkeypatch):
     with pytest.raises(fs.InvalidInput, match=r"no data set 'minst'; there are mnist, cifar10"):
         fs.datasets.load("minst")
     home("adult", {"adult.data": b"", "adult.test": b""})

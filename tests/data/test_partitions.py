@@ -1,4 +1,4 @@
-"""Partitions: every sample exactly once, sizes and classes as promised."""
+"""Partitions: every sample exactly once, sizes and classes as requested."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_uneven_is_distr_3():
     assert np.mean(np.sum(mixtures**2, axis=2)) == pytest.approx(0.25, abs=0.04)
 
 
-def test_dirichlet_follows_its_law():
+def test_dirichlet_follows_its_distribution():
     """Shares of a class over n clients: mean 1/n, variance (1/n)(1 − 1/n)/(nα + 1)."""
     labels, n, alpha = np.repeat([0, 1], 2000), 5, 2.0
     shares = np.concatenate(
@@ -140,6 +140,6 @@ def test_the_picture_shows_every_client_and_class(tmp_path):
         (lambda: partitions.plot([np.arange(2)], [0, 1], ["a"]), "2 classes, but 1 names"),
     ],
 )
-def test_bad_input_gets_a_sentence(call, sentence):
+def test_bad_input_raises(call, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         call()

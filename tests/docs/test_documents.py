@@ -1,4 +1,4 @@
-"""What the documents show must work as it stands there."""
+"""Examples, commands and links in the documents work as they are printed."""
 
 import re
 import shlex

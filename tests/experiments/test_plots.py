@@ -1,4 +1,4 @@
-"""What the report shows, as pictures for a paper."""
+"""Figures of runs for papers."""
 
 import numpy as np
 import pytest

@@ -115,13 +115,13 @@ def test_nothing_is_fetched_and_no_name_becomes_html(page):
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not an address
 
 
-def test_two_folders_are_told_apart(folder, tmp_path):
+def test_two_folders_are_distinguished(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "y")
     report([folder, tmp_path / "y"], tmp_path / "two.html")
     assert [g["name"] for g in embedded(tmp_path / "two.html")][::2] == ["x: plain", "y: plain"]
 
 
-def test_what_is_no_run_gets_a_sentence(folder, tmp_path):
+def test_an_invalid_run_folder_raises(folder, tmp_path):
     with pytest.raises(fs.InvalidInput, match="is not the folder of a finished run: it has no co"):
         report([tmp_path], tmp_path / "r.html")
     with pytest.raises(fs.InvalidInput, match=r"Cannot write to .*: No such file"):
@@ -292,7 +292,7 @@ def test_the_command_writes_the_page(fedsolve, folder, tmp_path):
     assert "nothing is not the folder of a finished run" in told
 
 
-def test_a_promise_of_a_theorem_is_shown_beside_what_was_reached(fedsolve, tmp_path):
+def test_a_theorems_bound_is_shown_beside_the_measured_value(fedsolve, tmp_path):
     (tmp_path / "x.toml").write_text(
         """
         problem = { kind = "neyman_pearson", clients = 3, radius = 5.0, level = 0.05 }

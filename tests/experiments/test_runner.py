@@ -116,7 +116,7 @@ class Deaf(fs.Tracker):
         raise ConnectionError("nobody there")
 
 
-def test_what_a_tracker_did_not_get(tmp_path):
+def test_entries_that_a_tracker_missed_are_reported(tmp_path):
     with pytest.warns(UserWarning, match="does not answer .nobody there"):
         result = fs.experiments.run(
             "neyman-pearson",

@@ -1,4 +1,4 @@
-"""Trackers get every round once, whatever happens to them, and never hold a run up."""
+"""Trackers get every round exactly once, even after failures, and never delay a run."""
 
 import importlib
 import json
@@ -95,7 +95,7 @@ def test_every_round_once_in_order(plan):
     assert any("does not answer" in text for text in told) == bool(told)
 
 
-def test_what_was_not_sent_is_said_and_a_stuck_tracker_is_left():
+def test_unsent_entries_are_reported_and_a_stuck_tracker_is_abandoned():
     follower = fs.Follower(Flaky(["before rows"] * 10**6), "it")
     follower.follow(RUN)(5, 5, entries(1, 5))
     assert follower.close() == "seed-0 after round 0 (gone: before rows)"
@@ -109,7 +109,7 @@ def test_what_was_not_sent_is_said_and_a_stuck_tracker_is_left():
     assert follower.close(impatient=lambda: True) == "seed-0 after round 0 (it is slow)"
 
 
-def test_the_table_is_there_while_runs_go_on(tmp_path):
+def test_the_table_is_written_during_the_run(tmp_path):
     path = tmp_path / "history.csv"
     table = tracking.Table(path)
     other = fs.Tracked("other", "experiment", seed=1, variant="b")
@@ -130,7 +130,7 @@ def test_the_table_is_there_while_runs_go_on(tmp_path):
     assert list(found) == ["variant", "seed", "round", "objective", "more"]
 
 
-def test_what_cannot_be_a_tracker_gets_a_sentence(fedsolve, tmp_path, monkeypatch):
+def test_invalid_trackers_raise(fedsolve, tmp_path, monkeypatch):
     wrong = {
         "wandb": "'wandb' is not a known tracker; known: mlflow, or your own as module:Class.",
         "nowhere:Tracker": "nowhere:Tracker cannot be imported: No module named 'nowhere'.",
@@ -228,7 +228,7 @@ def test_addresses_are_as_mlflow_means_them(tmp_path, monkeypatch):
 
 @needs_mlflow
 @pytest.mark.filterwarnings("ignore")  # MLflow's own
-def test_a_file_gets_parameters_metrics_and_files_and_a_resumed_run_goes_on(fedsolve, tmp_path):
+def test_a_resumed_run_continues_in_the_same_database_file(fedsolve, tmp_path):
     (tmp_path / "x.toml").write_text(
         """
         problem = { kind = "neyman_pearson", clients = 6 }
@@ -326,7 +326,7 @@ def test_a_server_that_comes_and_goes_has_everything_in_the_end(tmp_path):
     assert stored >= {"config.toml", "history.csv", "params.safetensors"}
 
 
-def test_gone_at_the_end_and_sent_by_resume(fedsolve, tmp_path, monkeypatch):
+def test_entries_missed_at_the_end_are_sent_by_resume(fedsolve, tmp_path, monkeypatch):
     """With the tracker that the documents show; its folder is missing at first."""
     (tmp_path / "lines.py").write_text(blocks("docs/tracking.md")[0])
     monkeypatch.syspath_prepend(tmp_path)

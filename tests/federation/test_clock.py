@@ -1,4 +1,4 @@
-"""Simulated time must equal a computation by hand, and cost nothing where there is no clock."""
+"""Simulated time equals a computation by hand; without a clock nothing changes."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def test_stragglers_of_an_availability_take_their_time(problem):
     np.testing.assert_allclose(run.history["seconds"], 4.5, rtol=1e-6)
 
 
-def test_nothing_changes_but_the_time_and_every_runtime_has_the_same(problem):
+def test_a_clock_changes_only_the_time_and_agrees_in_every_runtime(problem):
     clock = fs.Clock(0.1, fs.LogNormal(1, 0.5), fs.LogNormal(1e4, 1, every_round=True), 1e5)
     algorithm = fs.FedAvg(0.05, participants=3)
     plain = fs.solve(problem, algorithm, 4)
@@ -99,7 +99,7 @@ def test_nothing_changes_but_the_time_and_every_runtime_has_the_same(problem):
         fs.solve(problem, algorithm, 4, resume=half.state)
 
 
-def test_what_clients_have_is_drawn_once_or_in_every_round():
+def test_clients_values_are_drawn_once_or_in_every_round():
     def drawn(trait, round, clients=2000):
         clock, who = fs.Clock(latency=trait), np.arange(clients, dtype=np.int32)
         return np.asarray(clock.times("", who, 0.0, 0, jnp.int32(round), jax.random.key(0))) / 2
@@ -144,7 +144,7 @@ def test_a_long_sum_loses_nothing():
         ({"up": "fast"}, "Cannot read clock.up from fast"),
     ],
 )
-def test_bad_clocks_get_a_sentence(options, sentence, problem):
+def test_bad_clocks_raise(options, sentence, problem):
     with pytest.raises(fs.InvalidInput, match=sentence):
         fs.solve(problem, fs.FedAvg(0.1), 1, clock=fs.Clock(**options))
 

@@ -1,4 +1,4 @@
-"""Exchanges: who is asked, what is counted, what is random, what moves."""
+"""Exchanges: which clients are asked, byte counts, randomness, state updates."""
 
 import equinox as eqx
 import jax
@@ -152,7 +152,7 @@ def test_everyone_is_known_before_the_program_runs():
     np.testing.assert_array_equal(fs.sample(jax.random.key(0), 4, 4), np.arange(4))
 
 
-def test_replies_add_up_what_arrived():
+def test_replies_sum_what_arrived():
     values = {"a": jnp.asarray([1.0, jnp.nan, 3.0]), "b": jnp.arange(6.0).reshape(3, 2)}
     replies = Replies(values, jnp.asarray([True, False, True]))
     assert replies.count == 2
@@ -190,7 +190,7 @@ def test_byte_differences_are_exact_and_limited():
     np.testing.assert_array_equal(now.minus(seen, at_most=2_000_000), [3, 1_000_123, 2_000_000])
 
 
-def test_messages_and_what_a_compressed_downlink_loses_are_in_the_history():
+def test_messages_and_the_downlinks_compression_error_are_in_the_history():
     algorithm = fs.FedSGM(0.05, 0.1, participants=3, downlink=fs.TopK(0.5))
     run = fs.solve(examples.least_squares(), algorithm, rounds=4)
     np.testing.assert_array_equal(  # two questions a round to three clients, and their answers
@@ -215,7 +215,7 @@ def test_messages_and_what_a_compressed_downlink_loses_are_in_the_history():
 
 
 @pytest.mark.parametrize("runtime", ["compiled", "debug"])
-def test_what_a_biased_uplink_holds_back_is_in_the_history(runtime):
+def test_the_error_of_a_biased_uplink_is_in_the_history(runtime):
     algorithm = fs.SCAFFOLD(0.03, server_step_size=0.5, participants=3, uplink=fs.TopK(0.4))
     run = fs.solve(examples.least_squares(), algorithm, rounds=3, runtime=runtime)
     held = np.asarray(run.state.clients.residual)

@@ -1,4 +1,4 @@
-"""Real federations: real processes, real certificates, real losses."""
+"""Real federations: processes, certificates and failures as in a deployment."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def federation():
         pytest.param(True, id="until Ctrl-C", marks=pytest.mark.slow),
     ],
 )
-def test_one_command_deploys_and_leaves_nothing(tmp_path, stopped):
+def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, stopped):
     place, scratch = tmp_path / "work", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()
@@ -159,7 +159,7 @@ def test_a_killed_site_does_not_stop_the_others(federation):
 
 
 @pytest.mark.slow
-def test_a_killed_server_goes_on_to_the_same_bits(federation):
+def test_a_killed_server_resumes_to_the_same_bits(federation):
     """First its job, then the whole server, which is started again: as if nothing was."""
 
     def kill_server():
@@ -322,12 +322,12 @@ def test_a_job_with_code_is_refused(federation, tmp_path, where):
 
 
 @pytest.mark.parametrize("where", ["server", "site-1"])
-def test_nobody_looks_into_files_from_afar(federation, where):
+def test_files_cannot_be_read_remotely(federation, where):
     with pytest.raises(NoServer, match="uthoriz"):
         federation.admin._do(lambda session: session.cat_target(where, file="x.log"))
 
 
-def test_intruders_are_refused_and_told_why(federation, tmp_path):
+def test_invalid_certificates_and_servers_are_refused_with_a_reason(federation, tmp_path):
     kits = federation.folder / "kits"
     kit = federation.kits["site-1"]
     check_certificate(kit)
@@ -400,7 +400,7 @@ def no_such_command(session):
     raise OSError("no such command")
 
 
-def test_a_server_that_goes_away_is_told_in_a_sentence(federation):
+def test_a_lost_server_raises_and_the_next_command_reconnects(federation):
     """Whatever a session says of it, in the middle of whatever command; the next one connects."""
     with pytest.raises(fs.InvalidInput, match="The server does not answer: no such command"):
         federation.admin._do(no_such_command)

@@ -108,7 +108,7 @@ def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
     )
 
 
-def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
+def test_a_site_does_not_reveal_the_contents_of_its_files(tmp_path, monkeypatch, capfd):
     """That they are wrong, not what they hold; its owner reads the rest in the log."""
     monkeypatch.setenv(HOME, str(tmp_path / "home"))
     monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
@@ -138,7 +138,7 @@ def test_what_a_site_says_of_its_own_files(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("run", ["/etc/x", "../../x", "a/b", ".hidden", "", "x" * 65, "a\n"])
-def test_a_runs_name_is_no_path(tmp_path, monkeypatch, run):
+def test_a_run_name_is_not_a_path(tmp_path, monkeypatch, run):
     monkeypatch.setenv(HOME, str(tmp_path / "a/b/home"))
     monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
     (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")

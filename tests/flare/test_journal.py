@@ -6,7 +6,7 @@ from pathlib import Path
 from fedsolve.flare.journal import Journal
 
 
-def test_a_power_cut_takes_no_names(tmp_path, monkeypatch):
+def test_a_power_cut_loses_no_files(tmp_path, monkeypatch):
     """Whatever file a journal has was in its folder when that was last forced to the disk."""
     kept, fsync = {}, os.fsync
 

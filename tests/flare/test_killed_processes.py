@@ -1,4 +1,4 @@
-"""Exactly once, with real processes that are really killed."""
+"""Every answer is used exactly once, although server and sites are killed."""
 
 import contextlib
 import json

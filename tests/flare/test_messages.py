@@ -1,4 +1,4 @@
-"""Messages between server and site: right ones are taken, all others refused."""
+"""Messages between server and site: valid ones are accepted, all others refused."""
 
 import json
 
@@ -85,7 +85,7 @@ def test_a_right_reply_is_taken():
 
 @settings(max_examples=3000, deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 400), st.integers(0, 255))
-def test_no_bytes_at_all_do_harm(noise, place, value):
+def test_arbitrary_bytes_are_taken_or_refused(noise, place, value):
     """Pure noise, noise behind a right beginning, and one changed byte: taken or refused, nothing
     else."""
     changed = bytearray(GOOD)
@@ -123,7 +123,7 @@ def status(share, head, clients=(0, 2)):
     return answered["status"], answered.get("reason", "")
 
 
-def test_a_site_answers_what_it_should(share):
+def test_a_site_answers_valid_requests(share):
     assert status(share, HEAD) == ("ok", "")
     assert status(share, {"kind": "hello", "total": 0}) == ("ok", "")
     assert status(share, HEAD | {"w": {"want": "elsewhere"}})[0] == "behind"
@@ -144,7 +144,7 @@ def test_a_site_answers_what_it_should(share):
     ],
     ids=str,
 )
-def test_a_site_refuses_what_it_should(share, change, reason):
+def test_a_site_refuses_invalid_requests(share, change, reason):
     told, why = status(share, HEAD | change)
     assert told == "refused"
     assert reason in why
@@ -170,13 +170,13 @@ def test_a_site_refuses_clients_that_are_not_here(share):
         ),
     )
 )
-def test_no_head_at_all_breaks_a_site(share, changes):
+def test_arbitrary_heads_do_not_break_a_site(share, changes):
     assert status(share, HEAD | changes)[0] in ("ok", "behind", "refused")
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 2000), st.integers(0, 255), st.booleans())
-def test_no_question_at_all_breaks_a_site(share, noise, place, value, keep):
+def test_arbitrary_requests_do_not_break_a_site(share, noise, place, value, keep):
     """Of a right question one byte changed, or noise from some place on."""
     good = encode(HEAD, {"clients": np.asarray([0, 2], np.int32)})
     place %= len(good)

@@ -1,4 +1,4 @@
-"""The protocol between server and sites, without a network: every loss that a network can cause."""
+"""The protocol between server and sites, without a network: lost, repeated and invalid messages."""
 
 import importlib
 import json
@@ -66,7 +66,7 @@ def test_a_model_of_pytorch_behaves_the_same_over_a_link(tmp_path):
     np.testing.assert_allclose(run.history["objective"], expected.history["objective"], atol=1e-10)
 
 
-def test_replies_that_do_not_belong_are_refused(tmp_path):
+def test_invalid_replies_count_as_missing(tmp_path):
     """Of another round, of a site that was not asked, of a wrong shape, not finite, not even bytes:
     noted with the site's name, counted as missing, and the run goes on."""
     problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
@@ -150,7 +150,7 @@ def restarted(wires, algorithm, home, rounds, log=None):
     return deploy(wires.problem, algorithm, wires, home, rounds, log=log)[0]
 
 
-def test_a_cohort_without_sites_is_a_round_without_arrivals(tmp_path):
+def test_a_cohort_whose_sites_are_lost_is_a_round_without_arrivals(tmp_path):
     """One client is drawn, and two sites of four are gone for good: the run ends, and is that of a
     simulation in which their clients do not answer."""
     problem = examples.least_squares()
@@ -169,7 +169,7 @@ def test_a_cohort_without_sites_is_a_round_without_arrivals(tmp_path):
     assert {2, 5} & {*run.history["cohort"].ravel()}
 
 
-def test_rounds_do_not_go_by_while_nobody_is_there(tmp_path):
+def test_a_round_without_any_reply_is_repeated(tmp_path):
     problem = examples.least_squares()
     algorithm = with_field(ALGORITHMS["FedSGM soft, Top-K both ways"], ["participants"], 1)
     wires = Wires(problem, algorithm, tmp_path)
@@ -185,7 +185,7 @@ def test_rounds_do_not_go_by_while_nobody_is_there(tmp_path):
     assert restarted(wires, algorithm, home, 6).rounds == 6
 
 
-def test_a_first_evaluation_that_reaches_nobody(tmp_path):
+def test_a_first_evaluation_without_replies_is_nan(tmp_path):
     problem, algorithm = examples.least_squares(), ALGORITHMS["FedSGM hard"]
     wires = Wires(problem, algorithm, tmp_path)
     seen = []
@@ -236,7 +236,7 @@ def test_a_server_put_back_from_an_old_copy_is_refused(tmp_path):
     )
 
 
-def test_a_site_cannot_end_everyones_run(tmp_path):
+def test_an_invalid_site_cannot_end_the_run(tmp_path):
     """No bytes, an absurd number of clients, a reason as long as a book: noted, no more."""
     problem = examples.least_squares()
     algorithm = with_field(ALGORITHMS["FedSGM hard"], ["participants"], None)

@@ -179,7 +179,7 @@ def kinked(bend, where, upper):
     )
 
 
-def test_what_happens_far_from_the_lower_bounds_is_seen():
+def test_monotonicity_is_checked_far_from_the_lower_bounds():
     """L_F = 1.1 above N = 100. With the 0.1 from below, μ_F/L_F² would be 10, and the players would
     go from 1 to 300 and back for ever."""
     game = kinked(1.0, 100, 300.0)
@@ -229,7 +229,7 @@ def test_private_players_meet_the_closed_form_and_plain_functions_do_as_well():
     assert best[3] == 1
 
 
-def test_a_game_that_is_not_monotone_is_refused_with_a_remedy():
+def test_a_game_that_is_not_monotone_raises_with_a_remedy():
     rng = np.random.default_rng(7)
     Q = rng.dirichlet(np.full(4, 0.5), 6)
     game = fs.Game(games.RandomCoverage(Q), games.LinearCost(1e-3), np.ones(6), np.full(6, 4000.0))
@@ -330,6 +330,6 @@ def test_class_distributions_are_shares_of_labels():
         (lambda: fs.Game(None, None, [0, 0], 1).regret([1.0]), "one finite number for each of 2"),
     ],
 )
-def test_bad_games_get_a_sentence(make, message):
+def test_bad_games_raise(make, message):
     with pytest.raises(fs.InvalidInput, match=message):
         make()

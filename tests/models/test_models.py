@@ -1,4 +1,4 @@
-"""Networks for images, what is done to images on the way, and federated runs with both."""
+"""Networks for images, image augmentation, and federated runs with both."""
 
 import equinox as eqx
 import jax
@@ -93,7 +93,7 @@ def test_parameters_go_to_a_file_and_come_back(tmp_path):
     np.testing.assert_array_equal(tuned.first.weight, trained.first.weight)
 
 
-def test_a_file_that_does_not_fit_gets_a_sentence(tmp_path):
+def test_a_file_that_does_not_fit_raises(tmp_path):
     path = tmp_path / "network.safetensors"
     models.save(SMALL["cnn"](jax.random.key(0)), path)
     with pytest.raises(
@@ -213,7 +213,7 @@ def test_rows_without_a_direction_have_a_slope_that_is_finite():
     np.testing.assert_allclose(similarity(z, jnp.asarray([[1.0, 0], [1.0, 0]])), [0, 0.6])
 
 
-def test_bad_options_get_a_sentence():
+def test_bad_options_raise():
     for options, sentence in (
         ({"compute": "float8"}, "compute must be"),
         ({"augment": True, "batch_size": None}, "give a batch_size"),
@@ -225,7 +225,7 @@ def test_bad_options_get_a_sentence():
 
 
 @examples.needs_data("mnist")
-def test_bad_partitions_get_a_sentence(monkeypatch):
+def test_bad_partitions_raise(monkeypatch):
     monkeypatch.setenv("FEDSOLVE_DATA", str(examples.DATA))
     for options, sentence in (
         ({"partition": "odd"}, "partition must be one of equal, iid"),

@@ -1,4 +1,4 @@
-"""`fedsolve reproduce`: the catalogue, a reproduction from the command line, the page of all."""
+"""`fedsolve reproduce`: the catalogue, runs from the command line, the page of results."""
 
 import importlib
 import inspect
@@ -141,7 +141,7 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):
         (["--page", "nowhere/page.md"], "Cannot write nowhere/page.md"),
     ],
 )
-def test_bad_input_is_one_sentence(fedsolve, tmp_path, words, sentence):
+def test_bad_input_raises_one_sentence(fedsolve, tmp_path, words, sentence):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     status, _, told = fedsolve("reproduce", *words)
@@ -151,7 +151,7 @@ def test_bad_input_is_one_sentence(fedsolve, tmp_path, words, sentence):
     assert not (tmp_path / "reproduced").exists()
 
 
-def test_missing_data_are_one_sentence(fedsolve, tmp_path, monkeypatch):
+def test_missing_data_raise_one_sentence(fedsolve, tmp_path, monkeypatch):
     def refused(name):
         raise fs.InvalidInput(f"{name} is neither in FEDSOLVE_DATA nor to be had.")
 

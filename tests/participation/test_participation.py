@@ -1,4 +1,4 @@
-"""Who is wanted, who is drawn, who answers; and that FedAvg with all of it is what it should be."""
+"""Weighting, selection and availability of clients, and FedAvg with all three."""
 
 import tomllib
 
@@ -56,7 +56,7 @@ def weigh(problem, weighting, memory=None, up=True, seed=0):
         return np.asarray(weights), after, fed
 
 
-def test_weights_are_what_their_papers_say():
+def test_weights_follow_their_papers():
     problem, clients, loss, grad = ragged()
     w = problem.params
     sizes = np.asarray([len(c["targets"]) for c in clients], float)
@@ -125,7 +125,7 @@ def many(selection, weights, draws=4000):
     return np.asarray(draw(keys))
 
 
-def test_selections_draw_what_they_say():
+def test_selections_draw_with_their_probabilities():
     weights = jnp.asarray([0.1, 0.4, 0.0, 0.2, 0.2, 0.1])
     top = many(parts.Top(2), weights)
     assert (top[:, 0] == 1).all()
@@ -394,7 +394,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("call", "sentence"), BAD.values(), ids=BAD.keys())
-def test_one_sentence(call, sentence):
+def test_bad_input_raises_one_sentence(call, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence) as refused:
         call()
     assert "\n" not in str(refused.value)

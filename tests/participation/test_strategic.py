@@ -73,7 +73,7 @@ def test_strategic_clients_are_constrained_by_their_weights():
 
 
 @pytest.mark.parametrize("kind", [fs.SCAFFOLD, fs.FedDyn, fs.FedAvgAll])
-def test_what_minimises_the_plain_mean_refuses_strategic_clients(kind):
+def test_algorithms_for_the_plain_mean_raise_with_strategic_clients(kind):
     with pytest.raises(fs.InvalidInput, match="minimises the plain mean over clients"):
         fs.solve(one_number(), kind(0.1, weighting=FIXED), 1)
 

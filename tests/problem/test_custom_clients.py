@@ -1,4 +1,4 @@
-"""Problems with clients of their own kind, which remember things and draw their own data."""
+"""Problems with a custom `Client` class that has a memory and draws its own data."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def test_memory_is_the_same_in_every_runtime_and_follows_arrivals(arrivals):
     assert_same(run, fs.solve(problem(), ALGORITHM, clients_at_once=2, **options), 1e-10)
 
 
-def test_memory_is_part_of_the_state_that_a_run_goes_on_from():
+def test_memory_is_part_of_the_state_that_a_run_resumes_from():
     whole = fs.solve(problem(), ALGORITHM, rounds=12, seed=2)
     half = fs.solve(problem(), ALGORITHM, rounds=5, seed=2)
     rest = fs.solve(problem(), ALGORITHM, rounds=12, seed=2, resume=half.state)

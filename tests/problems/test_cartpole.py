@@ -260,7 +260,7 @@ def direction(problem, memory, sigma, round):
     return client.direction(client.w, sigma)
 
 
-def test_a_client_steps_by_what_it_measured_and_not_by_older_steps():
+def test_a_client_steps_by_its_latest_measurement():
     problem = tiny().on_device(jnp.float64)
     w, memory = problem.start(), problem.init_memory()
     np.testing.assert_array_equal(direction(problem, memory, 0.5, 0), 0)  # nothing drawn yet
@@ -324,6 +324,6 @@ def test_other_clients_are_other_budgets():
         ({"clients": 0}, "clients must be a whole number"),
     ],
 )
-def test_bad_input_gets_a_sentence(options, sentence):
+def test_bad_input_raises(options, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         tiny(**options)

@@ -91,7 +91,7 @@ def test_a_client_descends_its_own_gap():
     assert float(fall) == pytest.approx(0.03 * float(flat @ flat), rel=0.1)
 
 
-def test_nobody_of_one_group_is_no_gap():
+def test_an_empty_group_has_no_gap():
     people = some_people(10) | {"protected": np.zeros(10, np.int8)}
     data = {k: jnp.asarray(v) for k, v in people.items()} | {"mask": jnp.ones(10, bool)}
     value, slope = eqx.filter_value_and_grad(lambda m: fairness.gap(fairness.parity_sums(m, data)))(
@@ -109,7 +109,7 @@ def test_the_server_adds_sums_before_it_divides():
     assert float(value) == pytest.approx(abs(3 / 8 - 6 / 12))
 
 
-def test_an_unknown_constraint_gets_a_sentence():
+def test_an_unknown_constraint_raises():
     with pytest.raises(fs.InvalidInput, match='must be "demographic_parity" or "equal_opp'):
         fs.problems.adult(constraint="parity")
 

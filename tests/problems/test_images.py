@@ -1,4 +1,4 @@
-"""Images over clients with different classes, the game of these clients, and its picture."""
+"""Images over clients with different classes, the game between these clients, and its plot."""
 
 import jax
 import numpy as np
@@ -92,7 +92,7 @@ def test_training_starts_from_a_file_with_a_new_last_layer(folder, tmp_path):
         fs.problems.images("mnist", weights=str(tmp_path / "network.safetensors"), **few)
 
 
-def test_bad_images_get_a_sentence():
+def test_bad_images_raise():
     with pytest.raises(fs.InvalidInput, match="model must be one of"):
         fs.problems.images(model="transformer")
     with pytest.raises(fs.InvalidInput, match="dataset must be"):

@@ -124,7 +124,7 @@ def test_libsvm_files_plain_and_bz2(tmp_path, packed):
         (lambda path: fs.problems.sparse_logistic(str(path / "two"), 9), "cannot each have one"),
     ],
 )
-def test_bad_data_get_a_sentence(tmp_path, make, sentence):
+def test_bad_data_raise(tmp_path, make, sentence):
     (tmp_path / "bad").write_text("1 a:b\n")
     (tmp_path / "three").write_text("1 1:1\n2 1:1\n3 1:1\n")
     (tmp_path / "two").write_text("1 1:1\n2 1:1\n")

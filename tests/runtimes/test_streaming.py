@@ -1,4 +1,4 @@
-"""Clients that stay on disk: the bits of the compiled runtime, in the memory of a cohort."""
+"""The streamed runtime: clients stay on disk, and results equal the compiled runtime's."""
 
 import resource
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_the_compiled_runtime_has_no_store(free, tmp_path):
         fs.solve(free, algorithm, 4, resume=tmp_path / "c", runtime="streamed", store={})
 
 
-def test_the_checkpoint_before_keeps_its_rows_when_a_run_goes_on(problem, tmp_path):
+def test_the_previous_checkpoint_keeps_its_rows_when_a_run_resumes(problem, tmp_path):
     file = tmp_path / "c"
     how = {"runtime": "streamed", "store": tmp_path / "rows", "checkpoint": file}
     how |= {"checkpoint_every": 4}
@@ -141,7 +141,7 @@ def test_the_checkpoint_before_keeps_its_rows_when_a_run_goes_on(problem, tmp_pa
     assert_same_bits(rest, fs.solve(problem, FEEDBACK, 12))
 
 
-def test_rows_stay_while_checkpoints_cannot_be_written(problem, tmp_path):
+def test_rows_are_kept_while_checkpoints_cannot_be_written(problem, tmp_path):
     file = tmp_path / "c"
     how = {"runtime": "streamed", "store": tmp_path / "rows", "checkpoint": file}
     how |= {"checkpoint_every": 2}
@@ -159,7 +159,7 @@ def test_rows_stay_while_checkpoints_cannot_be_written(problem, tmp_path):
     assert_same_bits(rest, fs.solve(problem, FEEDBACK, 12))
 
 
-def test_a_full_disk_under_a_store_gets_a_sentence(problem, tmp_path):
+def test_a_full_disk_under_a_store_raises(problem, tmp_path):
     """A limit on the size of files is as good as a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
@@ -179,7 +179,7 @@ def stop_after(rounds, at=lambda done: None):
     return progress
 
 
-def test_what_diverges_is_found_and_the_rounds_before_are_kept(problem):
+def test_divergence_is_found_and_the_rounds_before_are_kept(problem):
     algorithm = fs.FedAvg(1e18, participants=3)
     with pytest.raises(fs.Diverged) as resident:
         fs.solve(problem, algorithm, 9)
@@ -197,6 +197,6 @@ def test_what_diverges_is_found_and_the_rounds_before_are_kept(problem):
         (FEEDBACK, {"devices": 1}, "Several devices are for the compiled runtime"),
     ],
 )
-def test_what_cannot_be_streamed_gets_a_sentence(algorithm, options, sentence, problem):
+def test_what_cannot_be_streamed_raises(algorithm, options, sentence, problem):
     with pytest.raises(fs.InvalidInput, match=sentence):
         fs.solve(problem, algorithm, 1, runtime="streamed", **options)

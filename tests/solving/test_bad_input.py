@@ -1,4 +1,4 @@
-"""Everything a user can get wrong gets one sentence."""
+"""Bad input raises an error of one sentence."""
 
 import subprocess
 import sys
@@ -168,7 +168,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("call", "sentence"), BAD.values(), ids=BAD.keys())
-def test_one_sentence(call, sentence):
+def test_bad_input_raises_one_sentence(call, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence) as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -187,7 +187,7 @@ WRONG_TYPES = {  # tests check types themselves, so these need an ordinary inter
 }
 
 
-def test_wrong_types_get_a_sentence_too():
+def test_wrong_types_raise():
     lines = ["import fedsolve as fs, numpy"]
     for call in WRONG_TYPES:
         lines += ["try:", f"    {call}", "except fs.InvalidInput as error:", "    print(error)"]

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, damaged or moved: nothing is lost, nothing is overwritten."""
+"""Checkpoints of runs that are killed, stopped, damaged or moved."""
 
 import dataclasses
 import errno
@@ -77,7 +77,7 @@ def test_killed_at_any_moment_and_resumed_to_the_same_bits(tmp_path):
     assert json.loads((tmp_path / "cut/run.json").read_text())["status"] == "finished"
 
 
-def test_sigterm_before_the_first_evaluation_saves_and_says_how_to_go_on(tmp_path):
+def test_sigterm_before_the_first_evaluation_saves_and_prints_how_to_resume(tmp_path):
     words = ["--rounds", 10**7, "--set", f"run.evaluate_every={10**7}", "--checkpoint-every", 50]
     process = start(tmp_path, "neyman-pearson", *words)
     wait_for_a_checkpoint(process, tmp_path / "runs/neyman-pearson")
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(task, tmp_path):
         checkpoints.load(tmp_path / "nothing")
 
 
-def test_another_run_s_checkpoint_is_refused(task, tmp_path, monkeypatch):
+def test_a_checkpoint_of_a_different_run_raises(task, tmp_path, monkeypatch):
     problem, algorithm = task
     path = tmp_path / "c"
     fs.solve(problem, algorithm, 3, checkpoint=path)
@@ -201,7 +201,7 @@ def test_another_run_s_checkpoint_is_refused(task, tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_leaves_what_is_there(task, tmp_path):
+def test_a_full_disk_keeps_existing_files(task, tmp_path):
     """A limit on the size of files is as good as a full disk."""
     path = tmp_path / "c"
     fs.solve(*task, 3, checkpoint=path)
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written_to():
         assert not list(Path(name).iterdir())
 
 
-def test_resume_on_the_command_line_says_what_is_wrong(fedsolve, tmp_path, monkeypatch):
+def test_resume_on_the_command_line_reports_errors(fedsolve, tmp_path, monkeypatch):
     (tmp_path / "x.toml").write_text(EXPERIMENT)
     assert fedsolve("run", "x.toml", "--rounds", 4, "--out", "x")[0] == 0
     before = everything(tmp_path / "x")
@@ -294,7 +294,7 @@ def test_resumed_one_by_one_the_numbers_are_the_same(task, tmp_path):
     np.testing.assert_allclose(slowly.params, quickly.params, rtol=2e-5, atol=1e-6)
 
 
-def test_a_checkpoint_of_another_jax_is_used_and_that_is_said(task, tmp_path, monkeypatch):
+def test_resuming_with_another_jax_version_warns(task, tmp_path, monkeypatch):
     fs.solve(*task, 3, checkpoint=tmp_path / "c")
     monkeypatch.setattr(checkpoints.jax, "__version__", "0.99.1")
     sentence = r"is of JAX 0\.\d+\.\d+, and this is 0\.99\.1: the same numbers up to rounding"

@@ -30,7 +30,7 @@ def test_history_is_at_the_parameters_after_each_round():
 
 
 @pytest.mark.parametrize(("rounds", "every", "expected"), [(25, 10, [10, 20, 25]), (5, 9, [5])])
-def test_evaluating_seldom_keeps_the_entries_of_those_rounds(rounds, every, expected):
+def test_evaluate_every_keeps_the_entries_of_evaluated_rounds(rounds, every, expected):
     problem, algorithm = examples.least_squares(), fs.FedSGM(0.05, 0.1, participants=3)
     every_round = fs.solve(problem, algorithm, rounds=rounds).history
     seldom = fs.solve(problem, algorithm, rounds=rounds, evaluate_every=every).history
@@ -39,7 +39,7 @@ def test_evaluating_seldom_keeps_the_entries_of_those_rounds(rounds, every, expe
         np.testing.assert_allclose(seldom[name], values[np.asarray(expected) - 1], rtol=1e-6)
 
 
-def test_precision_is_what_was_asked_for():
+def test_precision_is_as_requested():
     problem, algorithm = examples.least_squares(), fs.FedSGM(0.05, 0.1)
     single = fs.solve(problem, algorithm, rounds=5)
     double = fs.solve(problem, algorithm, rounds=5, precision="float64")
@@ -93,7 +93,7 @@ def test_a_diverging_combination_does_not_stop_the_others():
     assert 1 < swept.table["diverged"][1] <= 200
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     seen = []
     fs.solve(
         examples.least_squares(),
@@ -105,7 +105,7 @@ def test_progress_is_told():
     assert [s for s, _ in seen] == sorted(s for s, _ in seen)
 
 
-def test_progress_is_told_between_evaluations_too():
+def test_progress_is_reported_between_evaluations():
     seen = []
     fs.solve(
         examples.least_squares(),
@@ -119,7 +119,7 @@ def test_progress_is_told_between_evaluations_too():
     assert [entries for _, entries in seen[:-1]] == [0] * (len(seen) - 1)
 
 
-def test_ctrl_c_keeps_what_there_is(request):
+def test_ctrl_c_returns_the_rounds_so_far(request):
     # A shell that starts the tests in the background has them ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))

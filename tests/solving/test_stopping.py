@@ -1,4 +1,4 @@
-"""Rules that end a run: in every runtime, at the same round, without tracing again."""
+"""Stopping rules end a run at the same round in every runtime, without tracing again."""
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ def test_a_user_s_rule_in_every_runtime(problem, whole):
     np.testing.assert_allclose(debug.params, run.params, rtol=1e-10)
 
 
-def test_a_stopped_run_goes_on_where_it_stopped(problem, whole):
+def test_a_stopped_run_resumes_where_it_stopped(problem, whole):
     below = whole.history["squared_gradient"][3]
     options = {"precision": "float64", "stop": fs.Stationary(below=float(below) * 1.001)}
     run = fs.solve(problem, ALGORITHM, 160, **options)
@@ -103,7 +103,7 @@ def test_rules_that_must_know_the_problem(problem):
     assert list(swept.table["instance"]) == [0, 1]
 
 
-def test_another_tolerance_traces_nothing(problem):
+def test_another_tolerance_does_not_trace_again(problem):
     traces = []
 
     def counted(w, data):
@@ -130,6 +130,6 @@ def test_another_tolerance_traces_nothing(problem):
         ),
     ],
 )
-def test_what_is_no_rule_gets_a_sentence(make, sentence):
+def test_an_invalid_stopping_rule_raises(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()

@@ -81,13 +81,13 @@ def test_the_format_is_that_of_the_library():
     ],
     ids=str,
 )
-def test_arrays_that_lie_elsewhere_are_refused(entry):
+def test_arrays_with_invalid_offsets_are_refused(entry):
     text = json.dumps({"__metadata__": {"head": "{}"}, "w.0": entry}).encode()
     with pytest.raises(Refused, match="not safetensors with a head"):
         decode(len(text).to_bytes(8, "little") + text + bytes(16), 10_000)
 
 
-def test_arrays_on_top_of_each_other_are_refused():
+def test_overlapping_arrays_are_refused():
     entry = {"dtype": "F64", "shape": [2], "data_offsets": [0, 16]}
     text = json.dumps({"__metadata__": {"head": "{}"}, "a": entry, "b": entry}).encode()
     with pytest.raises(Refused):

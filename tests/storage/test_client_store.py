@@ -1,4 +1,4 @@
-"""The store of clients' states: versions that are kept and versions that make room."""
+"""The store of clients' states: which versions are kept and which are released."""
 
 import numpy as np
 import pytest

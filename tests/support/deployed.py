@@ -1,4 +1,4 @@
-"""What other processes of a test may build by name."""
+"""Objects that a site's process builds by name."""
 
 import fedsolve as fs
 from tests.support.conformance import ALGORITHMS

@@ -1,4 +1,4 @@
-"""The documents and the code that they show."""
+"""Code blocks of the documents."""
 
 import re
 import textwrap

@@ -1,4 +1,4 @@
-"""What JAX and Matplotlib must know before they start; import this first."""
+"""Settings of JAX and Matplotlib; import this before them."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What MLflow's database has of a run."""
+"""Compare MLflow's database with a run's history."""
 
 import sqlite3
 from collections import Counter

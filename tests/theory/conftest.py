@@ -1,4 +1,4 @@
-"""Problems that several of these tests use, and their optima."""
+"""Problems with known optima for the tests of this folder."""
 
 import pytest
 

@@ -51,13 +51,13 @@ def check_promises(options, rounds, problems, twist=TWIST):
 
 
 @pytest.mark.parametrize("case", ["hard", "hard, partial"])
-def test_some_promises_are_kept(case, problems):
+def test_some_bounds_hold(case, problems):
     check_promises(*CASES[case], problems[:3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_promises_are_kept(case, problems):
+def test_bounds_hold(case, problems):
     """Without compression and sampling, the start is excluded as well."""
     outside = check_promises(*CASES[case], problems)
     assert outside > 20 or case not in ("hard", "soft", "hard, Rand-K")
@@ -73,13 +73,13 @@ def test_promises_are_kept(case, problems):
     ],
     ids=["half of them", "a quarter", "half of them, Top-K"],
 )
-def test_promises_are_kept_with_few_participants(options, rounds, twist):
+def test_bounds_hold_with_few_participants(options, rounds, twist):
     """And with clients whose g_j differ more."""
     made = [random_problem(seed, twist) for seed in range(5)]
     check_promises(options, rounds, [(p, fs.theory.optimum(p, 1e-7)) for p in made], twist)
 
 
-def test_a_step_of_another_size_can_break_a_promise(problems):
+def test_another_step_size_can_break_the_bound(problems):
     """So that the test above can fail: one hundredth of the step, and w̄ stays near the start."""
     problem, best = problems[0]
     algorithm = fs.FedSGM.from_theory(problem, 1000, local_steps=2, lipschitz=1.0)
@@ -109,7 +109,7 @@ def test_certificates_in_all_of_space_take_the_distance_that_was_given(problems)
     assert found.accuracy <= 1e-6
 
 
-def test_a_promise_is_about_runs_like_its_own(problems):
+def test_a_certificate_needs_a_run_that_meets_the_theorems_assumptions(problems):
     """Compressors that lose more than the theorem was told, weights, absent clients, minibatches
     and other methods; a compressor that loses less is all right."""
     problem, best = problems[0]
@@ -183,7 +183,7 @@ def test_certificate_on_neyman_pearson():
         short.certificate()
 
 
-def test_runs_without_a_feasible_round_break_the_promise(problems):
+def test_runs_without_a_feasible_round_break_the_bound(problems):
     problem, _ = problems[0]
     algorithm = fs.FedSGM.from_theory(problem, 5, lipschitz=1.0)
     run = fs.solve(problem, algorithm, 5)

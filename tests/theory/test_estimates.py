@@ -26,7 +26,7 @@ def test_estimates_of_a_stochastic_problem():
         fs.FedSGM.from_theory(problem, 100, points=16, constraint_batch=4)
 
 
-def test_from_theory_refuses_what_it_cannot_know():
+def test_from_theory_raises_for_unknown_constants():
     unbounded = fs.problems.neyman_pearson(clients=5)
     with pytest.raises(fs.InvalidInput, match="D is unknown: give distance"):
         fs.FedSGM.from_theory(unbounded, 100)
@@ -49,7 +49,7 @@ def test_from_theory_refuses_what_it_cannot_know():
         fs.theory.optimum(only_projected(random_problem(0)), 1e-6)
 
 
-def test_problems_that_draw_their_data_are_refused():
+def test_problems_that_draw_their_data_raise():
     class Drawn(fs.Problem):
         def values(self, w, samples, key):
             return {"objective": jax.random.normal(key)}

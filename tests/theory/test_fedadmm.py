@@ -1,4 +1,4 @@
-"""FedADMM's theorems as functions, against what the method does."""
+"""FedADMM's theorems as functions, against runs of the method."""
 
 import math
 

@@ -167,7 +167,7 @@ def test_compressors_stand_for_their_constants():
     assert not any("expectation" in sentence for sentence in named.unchecked)
 
 
-def test_what_is_not_checked_is_said():
+def test_unchecked_assumptions_are_listed():
     given = {"distance": D, "lipschitz": G, "rounds": 100, "clients": N}
     assert len(fs.theory.fedsgm(**given).unchecked) == 2
     partial = fs.theory.fedsgm(**given, participants=3, sigma=1.0)
@@ -210,7 +210,7 @@ def test_what_is_not_checked_is_said():
         ),
     ],
 )
-def test_what_no_theorem_covers_is_refused(changes, message):
+def test_settings_that_no_theorem_covers_raise(changes, message):
     given = {"distance": D, "lipschitz": G, "rounds": 100, "clients": N} | changes
     with pytest.raises(fs.InvalidInput, match=message):
         fs.theory.fedsgm(**given)

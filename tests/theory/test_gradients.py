@@ -51,7 +51,7 @@ def test_skewness_makes_nothing_larger_than_the_gradients():
         assert memory.temp_size_in_bytes < 60 * n * d
 
 
-def test_whatever_is_followed_is_in_the_history(problems):
+def test_followed_quantities_are_in_the_history(problems):
     problem, _ = problems[0]
 
     def length(problem, params):

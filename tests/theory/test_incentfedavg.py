@@ -126,7 +126,7 @@ def test_theorem_4_5_by_hand():
     assert np.sqrt(17) * m * B * delta * rho**r <= 1 + 1e-12
 
 
-def test_what_the_theorems_leave_open_is_said():
+def test_assumptions_left_open_are_listed():
     given = {"smoothness": 1.0, "noise": 0.5, "dissimilarity": (1.0, 2.0), "distance": 1.0}
     game = settling_game([5.0, 5.0, 5.0])
     late = fs.theory.incentfedavg(game, np.full(3, 2.0), 100, local_steps=2, **given)
@@ -136,7 +136,7 @@ def test_what_the_theorems_leave_open_is_said():
     assert not any("r̂" in sentence or "subset" in sentence for sentence in once.unchecked)
 
 
-def test_theory_refuses_what_it_cannot_promise():
+def test_theorems_raise_outside_their_assumptions():
     given = {"local_steps": 1, "smoothness": 1.0, "noise": 1.0, "dissimilarity": (1.0, 2.0)}
     with pytest.raises(fs.InvalidInput, match="one of them"):
         fs.theory.incentfedavg(a_game(), np.full(5, 3.0), 10, **given)

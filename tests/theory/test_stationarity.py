@@ -10,7 +10,7 @@ import fedsolve as fs
 from tests.support.logistic import RADIUS, SIZE, random_problem
 
 
-def test_weakly_convex_runs_come_as_near_to_stationary_as_promised():
+def test_weakly_convex_runs_keep_the_bound_on_stationarity():
     """Theorem 10 where it says something: ‖w_t − ŵ(w_t)‖, on average over the feasible rounds, is
     below a bound that X's diameter and the start are above. f_j(w) = a_j·w − (ρ/2)‖w‖² on the unit
     disc, ρ-weakly convex and no more, and g_j affine: every constant is known."""

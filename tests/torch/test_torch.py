@@ -356,7 +356,7 @@ def test_frozen_parameters_stay_and_everything_has_the_runs_precision(precision)
     assert run.history["objective"][-1] < run.history["objective"][0]
 
 
-def test_a_module_is_taken_as_it_is_when_the_problem_is_made():
+def test_a_module_is_copied_when_the_problem_is_made():
     module = perceptron()
     problem = fs.torch.problem(module, torch_loss, equal_sized()).on_device()
     before = problem.value(problem.start(), jax.tree.map(lambda leaf: leaf[0], problem.samples))
@@ -409,7 +409,7 @@ def batch_norm():
 
 
 @pytest.mark.parametrize("make", [dropout, batch_norm])
-def test_a_module_that_is_random_or_keeps_statistics_is_refused_until_it_is_in_eval_mode(make):
+def test_dropout_and_batch_norm_raise_unless_in_eval_mode(make):
     module, generator = make(), torch.get_rng_state()
     with pytest.raises(fs.InvalidInput, match=r"call module\.eval\(\) first"):
         fs.torch.problem(module, torch_loss, equal_sized())
@@ -432,13 +432,13 @@ def test_a_module_that_is_random_or_keeps_statistics_is_refused_until_it_is_in_e
         (lambda m, data: torch_loss(m, data) + torch.rand(()), "draws random numbers"),
     ],
 )
-def test_a_wrong_loss_gets_a_sentence(loss, message):
+def test_a_wrong_loss_raises(loss, message):
     with pytest.raises(fs.InvalidInput, match=message) as caught:
         fs.torch.problem(perceptron(), loss, equal_sized())
     assert "\n" not in str(caught.value)
 
 
-def test_other_wrong_input_gets_a_sentence():
+def test_other_wrong_input_raises():
     data = equal_sized()
     with pytest.raises(fs.InvalidInput, match="no parameters that require a gradient"):
         fs.torch.problem(nn.Tanh(), torch_loss, data)
@@ -459,7 +459,7 @@ def test_other_wrong_input_gets_a_sentence():
         fs.solve(problem, fs.FedSGM(0.1), rounds=1)
 
 
-def test_load_refuses_what_does_not_fit():
+def test_load_raises_for_parameters_that_do_not_fit():
     module = perceptron()
     params = fs.torch.problem(module, torch_loss, equal_sized()).params
     with pytest.raises(fs.InvalidInput, match=r"differ for 0\.bias, 2\.bias"):
@@ -468,7 +468,7 @@ def test_load_refuses_what_does_not_fit():
         )
 
 
-def test_wrong_types_and_a_missing_torch_get_a_sentence_too():
+def test_wrong_types_and_a_missing_torch_raise():
     """Tests check types themselves, so this needs an ordinary interpreter."""
     program = """
 import sys, fedsolve as fs, numpy
