@@ -132,7 +132,7 @@ def test_a_site_does_not_reveal_the_contents_of_its_files(tmp_path, monkeypatch,
     assert said() == told
     (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
     status, reason = said(problem={"kind": "sparse_logistic", "source": __file__})
-    assert (status, "would be a file here" in reason) == ("refused", True)
+    assert (status, "would be a path on this machine" in reason) == ("refused", True)
     monkeypatch.setattr(jobs, "built", lambda text: {}["patient-4711"])
     assert said() == ("refused", "KeyError; see this site's log")
 
