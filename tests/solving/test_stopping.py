@@ -123,7 +123,7 @@ def test_another_tolerance_does_not_trace_again(problem):
         (lambda: fs.Stationary(below=0.0), "below must be positive"),
         (lambda: fs.Reached("soon"), "objective must be a number"),
         (lambda: fs.NearOptimum(0.0), "within must be positive"),
-        (lambda: fs.NearOptimum().of(examples.least_squares()), "without constraint only"),
+        (lambda: fs.NearOptimum().of(examples.least_squares()), "only without a constraint"),
         (
             lambda: fs.solve(examples.least_squares(), ALGORITHM, 3, stop=fs.Stationary),
             "stop must be a rule",
