@@ -64,7 +64,7 @@ class PenaltyFedAvg(FedSGM):
 
     @classmethod
     def from_theory(cls, *_: object, **__: object) -> NoReturn:
-        """Raise: there is no theory of this algorithm."""
+        """Raise, as there is no theory of this algorithm."""
         raise InvalidInput("No theorem is about PenaltyFedAvg; take FedSGM.from_theory.")
 
     def __check_init__(self):

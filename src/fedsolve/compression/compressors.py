@@ -206,7 +206,7 @@ class TopK(Sparsifier):
 
     Args:
         fraction: The fraction of entries to keep, in (0, 1].
-        block: Keep ⌈fraction · block⌉ of every block of so many entries; None for one block.
+        block: Keep ⌈fraction · block⌉ of every block of this many entries; None for one block.
 
     Example:
         >>> import fedsolve as fs
