@@ -100,7 +100,7 @@ class FedADMM(Participating):
         penalty: A number c for σ_i = c α_i r_i, `"theory"` for c = 3, or an array of the σ_i.
         accuracy: ε_i^0; None for k_0².
         decay: ν_i, by which ε_i is multiplied in every iteration.
-        inner_steps: κ, at most this many steps (15) in an iteration; None: until the residual (6) is
+        inner_steps: κ, at most this many steps (15) per iteration; None: until the residual (6) is
             small enough.
         lipschitz: r_i, one number or one for each client; None to estimate them.
         power_steps: The steps of the power iteration that estimates r_i.
