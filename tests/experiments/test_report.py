@@ -232,7 +232,8 @@ def test_by_bytes_and_by_time_its_curves_are_those_of_the_pictures(page, folder)
     table = pd.read_csv(folder / "history.csv")
     plain = table[table["variant"] == "plain"].drop(columns="variant")
     histories = [{k: v.to_numpy() for k, v in rows.items()} for _, rows in plain.groupby("seed")]
-    runs = [SimpleNamespace(history=history, algorithm=None) for history in histories]
+    algorithm = fs.FedAvg(0.1)
+    runs = [SimpleNamespace(history=h, rounds=ROUNDS, algorithm=algorithm) for h in histories]
     for across, shown in found.items():
         axis = plot({"plain": runs}, panels=["constraint"], against=across).axes[0]
         x, mean = axis.lines[0].get_data()
