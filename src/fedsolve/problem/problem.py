@@ -25,8 +25,8 @@ from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import Layout, as_device_array, is_parameter
 from fedsolve.problem.padding import per_client
-from fedsolve.problem.samples import Samples, as_samples
-from fedsolve.problem.stacking import pool
+from fedsolve.problem.samples import Samples
+from fedsolve.problem.stacking import as_samples, pool
 from fedsolve.types import PRNGKey, PyTree, Vector
 
 

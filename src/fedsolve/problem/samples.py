@@ -7,7 +7,6 @@ carry a mask; see `stacking` for the stacking and `padding` for losses on padded
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -126,15 +125,6 @@ class Samples(eqx.Module):
         return jax.tree.map(lambda leaf: function(leaf, self.mask, self.order), self.values)
 
 
-def as_samples(clients: PyTree) -> Samples:
-    """Return the data that a user gave for all clients as samples with their mask."""
-    if isinstance(clients, Samples):
-        return clients
-    if isinstance(clients, dict) and all(np.ndim(m) == 2 for m in _leaves(clients.get("mask"))):
-        return Samples({k: v for k, v in clients.items() if k != "mask"}, clients["mask"])
-    return Samples(clients)
-
-
 def counts(stacked: Samples) -> Int[np.ndarray, " n"]:
     """Return the number of samples of each client."""
     if stacked.mask is not None:
@@ -158,11 +148,6 @@ def full_mask(samples: Samples) -> Mask:
 def has_rows(leaf: Leaf, mask: Shaped[Array, " s"] | Shaped[np.ndarray, " s"]) -> bool:
     """Return whether the leaf has one row for each entry of the mask (or order)."""
     return leaf.ndim > 0 and len(leaf) == len(mask)
-
-
-def _leaves(mask: Mask) -> list[Any]:
-    """Return the mask's leaves; for no mask, one leaf without axes."""
-    return jax.tree.leaves(mask) or [None]
 
 
 def _choose_rows(
