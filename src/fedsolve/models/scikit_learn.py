@@ -32,7 +32,7 @@ def to_sklearn(params: object, estimator: object, classes: object = None) -> Any
 
     Returns:
         A fitted estimator: `predict`, `score`, and what else it has that needs only `coef_`,
-        `intercept_` and `classes_`. (The probabilities of an `SGDClassifier` of more than two classes
+        `intercept_` and `classes_`. (Probabilities of an `SGDClassifier` of more than two classes
         are of one class against the others, as always there, not those of a softmax.)
 
     Raises:
