@@ -169,11 +169,18 @@ class Streamed(RoundByRound):
             # that could be left out, so with them the last block is shorter.
             begin = first if gradient else min(first, n - size)
             block = self._problem_of(self._data(np.arange(begin, min(begin + size, n))))
-            values = _evaluate_block(block, state.w, state, jnp.int32(begin), self.options)
+            memory = None
+            if block.keeps_own:
+                rows = self._rows(np.arange(begin, min(begin + size, n)))
+                memory = self._with_clients(state, rows).memory
+            problem = state.problem_now(block)
+            values = _evaluate_block(
+                problem, state.w, state, jnp.int32(begin), self.options, memory
+            )
             found.append(jax.tree.map(lambda leaf, at=first - begin: np.asarray(leaf)[at:], values))
         values = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *found)
         shares = self.algorithm.objective_weights(state.server, state.participation)
-        return _combined(self._rest, state.w, values, shares)
+        return _combined(state.problem_now(self._rest), state.w, values, shares)
 
     # A round of several cohorts
 
@@ -336,10 +343,15 @@ def _answer_block(
 
 @eqx.filter_jit
 def _evaluate_block(
-    problem: Problem, w: Vector, state: State, first: Int[Array, ""], options: RoundOptions
+    problem: Problem,
+    w: Vector,
+    state: State,
+    first: Int[Array, ""],
+    options: RoundOptions,
+    memory: PyTree,
 ) -> Values:
     key, gradient = state.evaluation_key, options.wants_gradient
-    return client_values(problem, w, key, first, options, gradient)
+    return client_values(problem, w, key, first, options, gradient, memory)
 
 
 @eqx.filter_jit
