@@ -153,6 +153,7 @@ class _Model:
 
     def __init__(self, module: nnx.Module):
         self._graph, self._params, self._keys, self._sown, self._state = _split(module)
+        self.name = type(module).__name__
         resting = nnx.clone(module)
         resting.eval()
         self._resting = nnx.graphdef(resting)
@@ -173,15 +174,18 @@ class _Model:
 
         If `moves`, it returns the next state, too.
         """
-        if self.state is None:
-            return lambda params, data, key: function(self.at(params, None, key), data)
 
-        def call(params: PyTree, data: PyTree, key: PRNGKey | None, state: PyTree) -> PyTree:
+        def plain(params: PyTree, data: PyTree, key: PRNGKey | None) -> PyTree:
+            return function(self.at(params, None, key), data)
+
+        def with_state(params: PyTree, data: PyTree, key: PRNGKey | None, state: PyTree) -> PyTree:
             module = self.at(params, state, key)
             value = function(module, data)
             return (value, nnx.to_pure_dict(_split(module)[-1])) if moves else value
 
-        return call
+        found = plain if self.state is None else with_state
+        found.model_name = self.name  # type: ignore[attr-defined]
+        return found
 
     def in_evaluation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of (model, data) as one of (params, data, state), without a key."""
