@@ -171,8 +171,10 @@ class FedAlt(FedAvg):
 
     def own_slope(self, client: Client, w: Vector, v: Vector, key: PRNGKey) -> Vector:
         """Return ∇_v h_i(w, v)."""
+        assert self.mixing is not None
         return client.grad(v, key) * self.mixing + (v - w) * self.proximity
 
     def shared_slope(self, client: Client, w: Vector, v: Vector, key: PRNGKey) -> Vector:
         """Return ∇_w h_i(w, v)."""
+        assert self.mixing is not None
         return client.grad(w, key) * (1 - self.mixing) + (w - v) * self.proximity

@@ -106,7 +106,8 @@ class MOON(FedAvg):
             return self.contrast * (weights @ against)
 
         def direction(v: Vector, key: PRNGKey) -> Vector:
-            return client.grad(v, key) + jax.grad(contrast)(v, key)
+            apart: Vector = jax.grad(contrast)(v, key)
+            return client.grad(v, key) + apart
 
         total = self.descend(client, direction)
         previous = client.w - self.reach(client.round) * total
