@@ -135,9 +135,7 @@ class LocalTraining(Participating):
 
     def after_steps(self: HasLocalSteps, client: Client) -> PRNGKey:
         """Return a key of the client that none of its local steps has."""
-        return jax.random.fold_in(
-            client.key, self.local_steps if self.local_epochs is None else AFTER_STEPS
-        )
+        return _after_steps(self, client)
 
 
 class CompressedTraining(LocalTraining):
@@ -166,7 +164,7 @@ class CompressedTraining(LocalTraining):
         Returns:
             The next residual, and the packet.
         """
-        return with_feedback(self.uplink, residual, v, LocalTraining.after_steps(self, client))
+        return with_feedback(self.uplink, residual, v, _after_steps(self, client))
 
 
 def _steps_of(
@@ -187,6 +185,12 @@ def steps_of(algorithm: HasLocalSteps | HasLinks) -> Steps:
     """Return the local steps of an algorithm: a number, or passes over the samples."""
     epochs = algorithm.local_epochs
     return algorithm.local_steps if epochs is None else Epochs(epochs)
+
+
+def _after_steps(algorithm: HasLocalSteps | HasLinks, client: Client) -> PRNGKey:
+    """Return a key of the client that none of its local steps has."""
+    epochs = algorithm.local_epochs
+    return jax.random.fold_in(client.key, algorithm.local_steps if epochs is None else AFTER_STEPS)
 
 
 def check_passes(problem: Problem) -> None:

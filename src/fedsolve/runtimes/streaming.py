@@ -76,10 +76,12 @@ class Streamed(RoundByRound):
         dtype: np.dtype | None,
     ):
         super().__init__(problem, algorithm, options)
-        self._dtype, self._place, self.clients = dtype, place, problem.n
+        self._place, self.clients = place, problem.n
         self._rest = _with_samples(problem, None).on_device(dtype)  # all but clients' data
         self._pool = ThreadPoolExecutor(1)
         self._first = np.zeros(())
+        # Found here: JAX keeps a local `enable_x64` for each thread, and another one fetches data.
+        self._kinds = jax.tree.map(lambda leaf: _kind_on_device(leaf, dtype), problem.samples)
         self._one = self._problem_of(self._data(np.zeros(1, int)))
         self._fetching: tuple[np.ndarray, Future] | None = None  # the next cohort, as predicted
         self._written = np.zeros(0, np.int32)  # clients whose rows changed since it was fetched
@@ -287,14 +289,10 @@ class Streamed(RoundByRound):
     def _data(self, cohort: np.ndarray) -> Samples:
         """Return those clients' data, on the host, of the types that JAX would give them."""
 
-        def rows(leaf: np.ndarray) -> np.ndarray:
-            found = np.asarray(leaf[cohort])
-            wanted = found.dtype
-            if self._dtype is not None and jnp.issubdtype(wanted, jnp.floating):
-                wanted = self._dtype
-            return found.astype(jax.dtypes.canonicalize_dtype(wanted), copy=False)
+        def rows(leaf: np.ndarray, kind: np.dtype) -> np.ndarray:
+            return np.asarray(leaf[cohort]).astype(kind, copy=False)
 
-        return jax.tree.map(rows, self.problem.samples)
+        return jax.tree.map(rows, self.problem.samples, self._kinds)
 
     def _problem_of(self, data: Samples) -> Problem:
         return _with_samples(self._rest, jax.tree.map(jnp.asarray, data))
@@ -357,6 +355,12 @@ def _evaluate_block(
 @eqx.filter_jit
 def _combined(problem: Problem, w: Vector, values: Values, shares: Shares) -> Info:
     return combined(problem, w, values, shares)
+
+
+def _kind_on_device(leaf: np.ndarray | Array, dtype: np.dtype | None) -> np.dtype:
+    """Return the type that JAX gives to an array of clients' data."""
+    is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.dtypes.canonicalize_dtype(dtype if is_floating and dtype is not None else leaf.dtype)
 
 
 def _bytes(rows: np.ndarray) -> np.ndarray:
