@@ -68,8 +68,9 @@ def test_the_card_has_certificates_and_says_how_a_run_ended(tmp_path):
     table = {
         "problem": {"kind": "neyman_pearson", "clients": 3, "radius": 5.0, "level": 0.05},
         "algorithm": {"kind": "FedSGM.from_theory", "lipschitz": 4.0},
+        "run": {"rounds": 5},
     }
-    _, card = card_of(table, tmp_path / "x", rounds=5)
+    _, card = card_of(table, tmp_path / "x")
     facts = json.loads((tmp_path / "x/run.json").read_text())
     (said,) = facts["certificates"].values()
     assert said in card

@@ -34,7 +34,7 @@ def model_card(
         facts: What `run.json` says: status, certificates, tolerances, versions, ...
         data_here: Whether the clients' data are on this machine, not on the sites of a deployment.
     """
-    lines = [f"# Model card: {title}", ""]
+    lines = [f"# Model card: {_text(title)}", ""]
     if facts.get("status") != "finished":
         lines += [f"Status: {facts['status']}. {facts.get('message', '')}".rstrip(), ""]
     for variant, runs in groups.items():
