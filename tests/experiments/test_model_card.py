@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 import fedsolve as fs
 from fedsolve.experiments import model_card as cards
 from fedsolve.experiments.registry import PROBLEMS
+from fedsolve.problem.samples import counts
 from tests.support import examples
 
 SMALL = {"problem.clients": 5, "algorithm.participants": 3}
@@ -43,8 +44,7 @@ def test_the_card_has_the_runs_numbers(tmp_path):
     assert card.index("\n# hard\n") < card.index("\n# soft\n")
     problem = result.runs["hard"][0].problem
     assert ["trained and sent", str(problem.dimension)] in rows(card, "numbers")
-    total = int(sum(np.sum(mask) for mask in jax.tree.leaves(problem.samples.mask)))
-    assert f"5 clients with {total} samples: from " in card
+    assert f"5 clients with {counts(problem.samples).sum()} samples: from " in card
     assert ["participants", "3"] in rows(card, "setting")
     assert ["step_size", f"{float(result.runs['hard'][0].algorithm.step_size):.6g}"] in rows(
         card, "setting"
@@ -76,7 +76,7 @@ def test_the_card_has_certificates_and_says_how_a_run_ended(tmp_path):
     assert said in card
     broken = fs.experiments.read("neyman-pearson")
     broken["algorithm"] |= {"step_size": 1e38}
-    _, card = card_of(broken, tmp_path / "y", rounds=5, settings=SMALL)
+    _, card = card_of(broken, tmp_path / "y", settings=SMALL)
     assert "Status: diverged. " in card
 
 

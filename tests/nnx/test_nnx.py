@@ -171,7 +171,7 @@ def test_constraints_metrics_and_representations():
         batch_size=4,
     )
     run = fs.solve(problem, fs.FedSGM(STEP, 0.05, local_steps=2), rounds=6)
-    loaded = fs.nnx.load(nnx.clone(module), run.params, run.state.buffers)
+    loaded = fs.nnx.load(nnx.clone(module), run)
     loaded.eval()
     outputs = np.mean([loaded(x) for x in data["x"]], axis=1)
     np.testing.assert_allclose(run.history["error"][-1], loss(loaded, test), rtol=1e-5)

@@ -62,8 +62,10 @@ def _model(run: Run) -> Iterator[str]:
     """Describe the model: its type, and numbers of parameters."""
     problem, kind = run.problem, kind_of_model(run.problem)
     layout = problem.layout
-    name = getattr(problem.given[0], "model_name", type(run.params).__name__)
-    yield f"{_text(str(name))} ({kind})." if kind else "Parameters of the problem's functions."
+    name = getattr(problem.given[0], "model_name", "A module")
+    if isinstance(problem.params, eqx.Module):
+        name = type(problem.params).__name__
+    yield f"{_text(name)} ({kind})." if kind else "Parameters of the problem's functions."
     yield ""
     state = [np.size(leaf) for leaf in jax.tree.leaves(problem.state)]
     rows: list[tuple[object, ...]] = [("trained and sent", layout.size)]

@@ -18,6 +18,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.problem import Problem
+from fedsolve.solving.result import Run
 from fedsolve.types import PRNGKey, PyTree
 
 try:
@@ -104,12 +105,13 @@ def problem(
 
 
 def load(module: object, params: PyTree, state: PyTree = None) -> Any:
-    """Copy parameters, and perhaps a state, into the module.
+    """Copy a result into the module.
 
     Args:
         module: The module that the problem was made of, or one with the same variables.
-        params: The parameters, such as `run.params`.
-        state: Other variables, such as `run.state.buffers`; those of the module stay if None.
+        params: A run, for its parameters and the state that the server has; or parameters alone,
+            such as `run.params`.
+        state: Other variables; those of the module stay if None.
 
     Returns:
         The same module.
@@ -128,6 +130,8 @@ def load(module: object, params: PyTree, state: PyTree = None) -> Any:
         [3.0]
     """
     check_kind("module", module, nnx.Module)
+    if isinstance(params, Run):
+        params, state = params.params, params.state.buffers
     _, own_params, _, _, own_state = _split(module)
     for name, own, given in (("params", own_params, params), ("state", own_state, state)):
         if given is None:

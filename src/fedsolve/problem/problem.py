@@ -448,7 +448,10 @@ def _check_state(name: str, exact: PerClient, params: PyTree, one: Samples) -> N
     if not isinstance(found, tuple) or len(found) != 2:
         raise InvalidInput(f"With a state, the {name} must return (value, next state).")
     kinds = [
-        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        (
+            jax.tree.structure(tree),
+            [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)],
+        )
         for tree in (one.state, found[1])
     ]
     if kinds[0] != kinds[1]:
