@@ -85,10 +85,10 @@ def test_local_steps_are_those_of_flax(normalised, runtime):
 
     close(run.params, mean(nnx.Param), rtol=1e-4, atol=1e-6)
     if normalised:
-        close(run.state.buffers, mean(nnx.BatchStat), rtol=1e-4, atol=1e-6)
+        close(run.buffers, mean(nnx.BatchStat), rtol=1e-4, atol=1e-6)
     close(pure(module, nnx.Param), before, rtol=0)
 
-    loaded = fs.nnx.load(Net(normalised, seed=5), run.params, run.state.buffers)
+    loaded = fs.nnx.load(Net(normalised, seed=5), run.params, run.buffers)
     loaded.eval()
     own = [loss(loaded, jax.tree.map(lambda leaf, i=i: leaf[i], data)) for i in range(3)]
     np.testing.assert_allclose(run.history["objective"][-1], np.mean(own), rtol=1e-5)
@@ -135,7 +135,7 @@ def test_a_module_in_evaluation_mode_trains_like_that():
     module.eval()
     problem = fs.nnx.problem(module, loss, clients())
     run = fs.solve(problem, fs.FedAvg(STEP, local_steps=STEPS), rounds=2)
-    close(run.state.buffers, problem.state, rtol=0)
+    close(run.buffers, problem.state, rtol=0)
     other = fs.solve(problem, fs.FedAvg(STEP, local_steps=STEPS), rounds=2, seed=1)
     close(run.params, other.params, rtol=1e-6)
 
@@ -150,6 +150,10 @@ def test_names_choose_what_is_trained_and_what_is_personal():
     assert local.dimension == problem.dimension + 4 * 6 + 6
     history = fs.solve(local, fs.FedAvg(STEP, local_steps=STEPS), rounds=5).history
     assert history["objective"][-1] < history["objective"][0]
+    run = fs.solve(local, fs.FedAvg(STEP, local_steps=STEPS), rounds=2)
+    own = fs.nnx.load(nnx.clone(module), run.client_params(2), run.client_buffers(2))
+    close(pure(own, nnx.BatchStat), run.client_buffers(2), rtol=0)
+    assert not np.allclose(run.client_buffers(2)["norm"]["mean"], local.state["norm"]["mean"])
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")

@@ -145,18 +145,11 @@ def _save_models(path: Path, labelled: list[tuple[str, Run]]) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             named = [
                 (name_of(place), np.ascontiguousarray(leaf))
-                for tree in (run.params, _buffers(run))
+                for tree in (run.params, None if run.problem.keeps_state else run.buffers)
                 for place, leaf in jax.tree.leaves_with_path(tree)
                 if isinstance(leaf, np.ndarray | jax.Array)
             ]
             write_atomically(file, as_safetensors(dict(named)))
-
-
-def _buffers(run: Run) -> PyTree:
-    """Return the state that belongs to the parameters; None if each client has its own."""
-    if run.problem.state is None or run.problem.keeps_state:
-        return None
-    return run.state.buffers if run.problem.averages_state else run.problem.state
 
 
 def _evaluated(runs: Runs) -> Runs:

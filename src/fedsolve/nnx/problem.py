@@ -131,7 +131,7 @@ def load(module: object, params: PyTree, state: PyTree = None) -> Any:
     """
     check_kind("module", module, nnx.Module)
     if isinstance(params, Run):
-        params, state = params.params, params.state.buffers
+        params, state = params.params, params.buffers
     _, own_params, _, _, own_state = _split(module)
     for name, own, given in (("params", own_params, params), ("state", own_state, state)):
         if given is None:
