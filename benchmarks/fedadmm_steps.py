@@ -48,7 +48,7 @@ def main(kind: str, local: list[int]) -> None:
         for k, run in zip(local, runs, strict=True):
             known.setdefault(f"k_0 = {k}: FedADMM", []).append(run.rounds)
         reached = float(runs[-1].history["objective"][-1])
-        enough = fs.stopping.Reached(reached + 2e-4 * (1 + abs(reached)))
+        enough = fs.Reached(reached + 2e-4 * (1 + abs(reached)))
         for k in local:
             again = fs.FedADMM(participants=HALF, local_iterations=k)
             run = fs.solve(problem, again, ROUNDS, stop=enough)

@@ -55,11 +55,11 @@ PEERS = {
 ROUNDS = {"small": 200, "mnist": 100, "cifar10": 1500}
 
 
-def prepared(work: str) -> Path:
+def prepared(work: str, tiny: bool) -> Path:
     """The work's data in one file, since peers do not have our datasets."""
     import fedsolve as fs
 
-    path = CACHE / f"{work}.npz"
+    path = CACHE / f"{work}{'-tiny' if tiny else ''}.npz"
     if path.exists():
         return path
     found, rng = fs.datasets.load(work), np.random.default_rng(0)
@@ -70,13 +70,17 @@ def prepared(work: str) -> Path:
     else:
         parts = rng.permutation(len(labels)).reshape(1000, 50)
 
+    if tiny:
+        parts = parts[:50]
+    test_count = 200 if tiny else None
+
     def seen(images: np.ndarray) -> np.ndarray:
         if work == "cifar10":
             return images
         pixels = images.reshape(len(images), -1).astype(np.float32) / 255
         return np.append(pixels, np.ones((len(pixels), 1), np.float32), axis=1)
 
-    test = {"test_x": seen(found.test["x"]), "test_y": found.test["y"]}
+    test = {"test_x": seen(found.test["x"][:test_count]), "test_y": found.test["y"][:test_count]}
     CACHE.mkdir(parents=True, exist_ok=True)
     x = seen(found.train["x"])[parts]
     np.savez(path, x=x, y=labels[parts].astype(np.int32), **test)  # type: ignore[arg-type]
@@ -128,7 +132,7 @@ def main() -> None:
     given = parser.parse_args()
     peers, told = PEERS[given.work], {"WORK": given.work}
     if given.work != "small":
-        told["DATA"] = str(prepared(given.work))
+        told["DATA"] = str(prepared(given.work, given.tiny))
     columns = (
         "s a round | ratio | start and compile, s | peak memory, MB | loss | accuracy | rounds"
     )

@@ -52,8 +52,9 @@ class Problem(eqx.Module):
     Args:
         objective: f_j, a function of (params, one client's data) that returns a scalar; with a
             third argument `key` if it is random, and with `state` if there is one.
-        clients: All clients' data; every leaf has a leading client axis. `stack_clients` makes it
-            from clients of different sizes.
+        clients: All clients' data; every leaf has a leading client axis. Or a list with the data of
+            each client, which may differ in size: dicts or tuples of arrays, PyTorch datasets or
+            loaders, pandas tables.
         params: The initial parameters, in any structure of floating-point arrays.
         constraint: g_j in the same form as `objective`, or a `Constraint`; None for none.
         domain: X, as a `Domain` or as a function that projects parameters onto it.
