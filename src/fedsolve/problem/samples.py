@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from fedsolve.errors import InvalidInput
 from fedsolve.types import Number, PRNGKey, PyTree
 
 Mask = PyTree  # None, a boolean array, or a dict of them, one for each set of samples
@@ -127,7 +126,8 @@ class Samples(eqx.Module):
         of samples keep the same samples. Of separate sets (two classes, say) each keeps its share,
         rounded up or down at random such that the shares add up to `count`, but one sample at
         least. So the mean of each set over subsets is that of all its samples; the mean of all
-        sets together is so, too, where every share is at least 1.
+        sets together is so, too, where every share is at least 1. Without a mask, the leaves with
+        most rows are the samples; the others belong to the client and stay whole.
 
         Args:
             key: Key of the draw.
@@ -135,19 +135,14 @@ class Samples(eqx.Module):
 
         Returns:
             The samples with a mask and an order that select the drawn ones.
-
-        Raises:
-            InvalidInput: If it is not known which rows belong together: arrays differ in their
-                number of rows, and there is no mask for each.
         """
         count = jnp.asarray(count, jnp.int32)
         if not isinstance(self.mask, dict):
             mask = self.mask
             if mask is None:
-                length = _rows_of_one_set(self.values)
-                if length is None:
-                    return self  # one value for each client is its only sample
-                mask = jnp.ones(length, bool)
+                if not any(leaf.ndim for leaf in _arrays(self.values)):
+                    return self  # one value for the client is its only sample
+                mask = jnp.ones(self.size, bool)
             order, kept = _choose_rows(key, mask, count, self.order)
             return Samples(self.values, kept, order)
         sizes = [_count(mask) for mask in self.mask.values()]
@@ -235,18 +230,6 @@ def _arrays(tree: PyTree) -> list[Any]:
     """Return the leaves with one row for each sample: all but pieces."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_pieces)
     return [leaf for leaf in leaves if not _is_pieces(leaf)]
-
-
-def _rows_of_one_set(values: PyTree) -> int | None:
-    """Return the number of rows of all leaves, None if there are none; raise if they differ."""
-    lengths = {len(leaf) for leaf in _arrays(values) if leaf.ndim}
-    if len(lengths) > 1:
-        raise InvalidInput(
-            f"A client's arrays have {' and '.join(map(str, sorted(lengths)))} rows, so it is not "
-            "known which are samples that belong together; name separate sets of samples by a mask "
-            "for each, as stack_clients makes it."
-        )
-    return lengths.pop() if lengths else None
 
 
 def _zero_unless(kept: Bool[Array, " p"], values: PyTree) -> PyTree:
