@@ -36,7 +36,9 @@ def test_the_bound_is_never_below_the_true_value(kind, precision):
 
             def both(key, row):
                 start = random_direction(key, row)
-                return bounded(lambda v: row * v, start, 30), estimated(lambda v: row * v, start, 30)
+                return bounded(lambda v: row * v, start, 30), estimated(
+                    lambda v: row * v, start, 30
+                )
 
             safe, rough = jax.jit(jax.vmap(both))(keys, jnp.asarray(values))
             true = np.abs(values).max(axis=1)

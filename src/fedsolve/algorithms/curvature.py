@@ -89,4 +89,3 @@ def margin(size: int, steps: int) -> float:
 def least_steps(size: int) -> int:
     """Return the least number of steps with which `bounded` returns a finite bound."""
     return next(steps for steps in range(1, 1000) if math.isfinite(margin(size, steps)))
-
