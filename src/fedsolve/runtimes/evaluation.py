@@ -16,9 +16,11 @@ from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.blocks import map_clients
+from fedsolve.runtimes.whole import is_light
 from fedsolve.types import Info, PRNGKey, PyTree, Round, Vector
 
 Values = dict[str, PyTree]  # by quantity, one row for each client
+GRADIENTS = "clients' gradients"  # an entry that is not for the history
 Shares = Float[Array, " n"] | None  # what each client counts in a weighted objective
 
 
@@ -29,6 +31,7 @@ def client_values(
     first: Round = 0,
     options: RoundOptions | None = None,
     gradient: bool = False,
+    own_gradients: bool = False,
 ) -> Values:
     """Return `problem.values` of each client.
 
@@ -40,13 +43,26 @@ def client_values(
         options: How clients are computed: how many at once, on which devices.
         gradient: Whether to add the entry `gradient`: sums of gradients of objectives, one row for
             each block of clients, so that there need not be one for each client.
+        own_gradients: Whether that entry has one row for each client.
     """
+    options = options or RoundOptions()
 
     def one(w: Vector, index: Round, samples: Samples) -> Values:
         own = None if key is None else jax.random.fold_in(key, first + index)
         return problem.values(w, samples, own)
 
+    def each(indices: Int[Array, " b"], samples: Samples) -> Values:
+        def objective(w: Vector, index: Round, samples: Samples) -> tuple[Float[Array, ""], Values]:
+            found = one(w, index, samples)
+            return found["objective"], found
+
+        slopes = jax.vmap(jax.grad(objective, has_aux=True), in_axes=(None, 0, 0))
+        slope, found = slopes(w, indices, samples)
+        return found | {"gradient": slope}
+
     def block(indices: Int[Array, " b"], samples: Samples) -> Values:
+        if own_gradients:
+            return each(indices, samples)
         def total(w: Vector) -> tuple[Float[Array, ""], Values]:
             found = jax.vmap(one, in_axes=(None, 0, 0))(w, indices, samples)
             return jnp.sum(jnp.where(indices < problem.n, found["objective"], 0)), found
@@ -57,7 +73,11 @@ def client_values(
         return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(block, everyone, (problem.samples,), options or RoundOptions())
+    if own_gradients and options.mesh is None and options.clients_at_once is None:
+        first = jax.tree.map(lambda leaf: leaf[:1], problem.samples)
+        if is_light(lambda samples: each(jnp.arange(1), samples), first):
+            return each(jnp.asarray(everyone), problem.samples)
+    return map_clients(block, everyone, (problem.samples,), options)
 
 
 def evaluate(
@@ -66,12 +86,18 @@ def evaluate(
     key: PRNGKey | None = None,
     options: RoundOptions | None = None,
     shares: Shares = None,
+    keep: bool = False,
 ) -> Info:
-    """Return f and g over all clients, the metrics, and what else is to be followed, at w."""
+    """Return f and g over all clients, the metrics, and what else is to be followed, at w.
+
+    With `keep`, also the clients' gradients, as `GRADIENTS`.
+    """
     options = RoundOptions() if options is None else options
     gradient = options.wants_gradient
-    values = client_values(problem, w, key, options=options, gradient=gradient)
+    values = client_values(problem, w, key, options=options, gradient=gradient, own_gradients=keep)
     found = combined(problem, w, values, shares)
+    if keep:
+        found[GRADIENTS] = values["gradient"]
     for name, diagnostic in options.follow:
         told = diagnostic(problem, problem.layout.unravel(w))
         for path, leaf in jax.tree.leaves_with_path(told):
@@ -81,11 +107,15 @@ def evaluate(
 
 
 def evaluate_state(
-    problem: Problem, algorithm: Algorithm, state: State, options: RoundOptions
+    problem: Problem,
+    algorithm: Algorithm,
+    state: State,
+    options: RoundOptions,
+    keep: bool = False,
 ) -> Info:
     """Evaluate after a round, with the compression error that clients hold back there."""
     shares = algorithm.objective_weights(state.server, state.participation)
-    found = evaluate(problem, state.w, state.evaluation_key, options, shares)
+    found = evaluate(problem, state.w, state.evaluation_key, options, shares, keep)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 
