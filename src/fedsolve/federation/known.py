@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fedsolve.problem.client import Client
+from fedsolve.problem.padding import PerClient
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.types import Flag, PRNGKey, PyTree, Vector
@@ -22,9 +23,15 @@ class Known(NamedTuple):
 
 
 def can_be_known(problem: Problem) -> bool:
-    """Return whether a client's gradient is what evaluation computes: not of a minibatch or draw."""
+    """Return whether a client's gradient is what evaluation computes.
+
+    It is not that of a minibatch, of a random loss, or of a loss that keeps a state, and clients
+    have no parameters of their own.
+    """
     plain = type(problem).client is Problem.client and type(problem).values is Problem.values
-    return plain and problem.batch_size is None
+    objective = problem.objective
+    fixed = isinstance(objective, PerClient) and not (objective.is_random or objective.has_state)
+    return plain and fixed and problem.batch_size is None and not problem.keeps_own
 
 
 class InformedClient(Client):

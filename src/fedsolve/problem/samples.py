@@ -71,11 +71,15 @@ class Samples(eqx.Module):
             samples, a dict if each entry of `values` is a separate set of samples.
         order: The row of `values` of each sample, in the structure of the mask; None if the samples
             are the rows as they are.
+        noise: The key of a random loss; None in evaluation.
+        state: What the loss keeps besides parameters, such as running statistics, as it is now.
     """
 
     values: PyTree
     mask: Mask = None
     order: Order = None
+    noise: PRNGKey | None = None
+    state: PyTree = None
 
     @property
     def size(self) -> Int[Array, ""] | int:
@@ -164,7 +168,7 @@ class Samples(eqx.Module):
                 return leaf.select(order, mask)
             return leaf[order] if has_rows(leaf, order) else leaf
 
-        return Samples(self._map(rows), self.mask)
+        return Samples(self._map(rows), self.mask, None, self.noise, self.state)
 
     def _map(self, function: Callable[[Any, Mask, Order], Any]) -> PyTree:
         """Return `function(leaf, mask, order)` of every leaf, with mask and order of its set."""
@@ -174,12 +178,12 @@ class Samples(eqx.Module):
                 name: jax.tree.map(
                     lambda leaf, name=name: function(leaf, self.mask[name], order[name]),
                     entry,
-                    is_leaf=_is_pieces,
+                    is_leaf=is_pieces,
                 )
                 for name, entry in self.values.items()
             }
         return jax.tree.map(
-            lambda leaf: function(leaf, self.mask, self.order), self.values, is_leaf=_is_pieces
+            lambda leaf: function(leaf, self.mask, self.order), self.values, is_leaf=is_pieces
         )
 
 
@@ -222,14 +226,15 @@ def has_rows(leaf: Leaf, mask: Shaped[Array, " s"] | Shaped[np.ndarray, " s"]) -
     return leaf.ndim > 0 and len(leaf) == len(mask)
 
 
-def _is_pieces(node: object) -> bool:
+def is_pieces(node: object) -> bool:
+    """Return whether a node of a tree of samples stands for cut samples."""
     return isinstance(node, Pieces)
 
 
 def _arrays(tree: PyTree) -> list[Any]:
     """Return the leaves with one row for each sample: all but pieces."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_pieces)
-    return [leaf for leaf in leaves if not _is_pieces(leaf)]
+    leaves = jax.tree.leaves(tree, is_leaf=is_pieces)
+    return [leaf for leaf in leaves if not is_pieces(leaf)]
 
 
 def _zero_unless(kept: Bool[Array, " p"], values: PyTree) -> PyTree:

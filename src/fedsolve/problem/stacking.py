@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Leaf, Mask, Pieces, Samples
+from fedsolve.problem.samples import Leaf, Mask, Pieces, Samples, is_pieces
 from fedsolve.types import PyTree
 
 
@@ -67,9 +67,6 @@ def pool(samples: Samples) -> Samples:
 
     def join_any(leaf: Leaf | Pieces, mask: Mask) -> np.ndarray | Pieces:
         return _pool_pieces(leaf, mask) if isinstance(leaf, Pieces) else join(leaf, mask)
-
-    def is_pieces(node: object) -> bool:
-        return isinstance(node, Pieces)
 
     if isinstance(mask, dict):
         values = {
