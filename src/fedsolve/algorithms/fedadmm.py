@@ -306,7 +306,8 @@ class FedADMM(Participating):
         def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
             return carry[0] < self.local_iterations
 
-        def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:  # at most once: reads samples if needed
+        def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            # at most once, so that samples are read only if some client needs them
             own = client.reading() if isinstance(client, InformedClient) else client
 
             def one(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:

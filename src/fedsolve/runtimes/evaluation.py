@@ -84,8 +84,8 @@ def client_values(
 
     everyone = np.arange(problem.n, dtype=np.int32)
     if own_gradients and options.mesh is None and options.clients_at_once is None:
-        first = jax.tree.map(lambda leaf: leaf[:1], problem.samples)
-        if is_light(lambda samples: each(jnp.arange(1), samples), first):
+        alone = jax.tree.map(lambda leaf: leaf[:1], problem.samples)
+        if is_light(lambda samples: each(jnp.arange(1), samples), alone):
             return each(jnp.asarray(everyone), problem.samples)
     data = (problem.samples, memory) if keeps else (problem.samples,)
     return map_clients(block, everyone, data, options)
@@ -129,9 +129,7 @@ def evaluate_state(
     """Evaluate after a round, with the compression error that clients hold back there."""
     shares = algorithm.objective_weights(state.server, state.participation)
     problem = state.problem_now(problem)
-    found = evaluate(
-        problem, state.w, state.evaluation_key, options, shares, keep, state.memory
-    )
+    found = evaluate(problem, state.w, state.evaluation_key, options, shares, keep, state.memory)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 

@@ -166,16 +166,12 @@ def advance(
     run_step, (_, shapes) = _traced(step, state, unknown)
     run_evaluate, (found_shapes, _) = _traced(evaluate, state, shapes)
 
-    def body(
-        _: Round, carry: tuple[State, Info, Known | None]
-    ) -> tuple[State, Info, Known | None]:
+    def body(_: Round, carry: tuple[State, Info, Known | None]) -> tuple[State, Info, Known | None]:
         state, _, known = carry
         state, info = run_step(state, known)
         return state, info, None if known is None else known._replace(valid=jnp.asarray(False))
 
-    def slot(
-        carry: tuple[State, Flag, Known | None], span: Int[Array, "3"]
-    ) -> tuple[PyTree, Info]:
+    def slot(carry: tuple[State, Flag, Known | None], span: Int[Array, "3"]) -> tuple[PyTree, Info]:
         (state, stopped, known), (start, stop, wanted) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         stop = jnp.where(stopped, start, stop)
