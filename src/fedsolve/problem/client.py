@@ -56,6 +56,8 @@ class Client:
         (2, 13.0, [-5.0])
     """
 
+    _uses_all_samples = False
+
     def __init__(
         self,
         problem: Problem,
@@ -128,7 +130,7 @@ class Client:
         """
         samples, batch = self._draw_samples(key), self._problem.batch_size
         scale = 1
-        if batch is not None:
+        if batch is not None and not self._uses_all_samples:
             scale = self.samples_count / batch if self._samples.is_one_set else None
         return self._constraint.measure(self._problem.layout.unravel(w), samples, scale)
 
@@ -231,6 +233,16 @@ class Client:
         other._samples = self._samples.subset(key, count)
         return other
 
+    def with_all_samples(self) -> Client:
+        """Return this client computing from all of its samples, whatever the batch size.
+
+        Returns:
+            A client that draws no minibatches.
+        """
+        other = copy.copy(self)
+        other._uses_all_samples = True
+        return other
+
     def remember(self, memory: PyTree) -> None:
         """Replace what this client keeps between rounds.
 
@@ -249,6 +261,6 @@ class Client:
 
     def _draw_samples(self, key: PRNGKey | None) -> Samples:
         """Return all samples, or a minibatch if the problem has a batch size."""
-        if self._problem.batch_size is None:
+        if self._problem.batch_size is None or self._uses_all_samples:
             return self._samples
         return self._samples.draw(self.key if key is None else key, self._problem.batch_size)

@@ -1,11 +1,12 @@
 """Assumptions and guarantees of the papers' theorems, certificates of runs, and diagnostics."""
 
-from fedsolve.algorithms.guarantee import Guarantee
+from fedsolve.algorithms.guarantee import Guarantee, PPBCGuarantee
 from fedsolve.theory import fedadmm
 from fedsolve.theory.certificate import Certificate, certificate
 from fedsolve.theory.estimates import Estimates, estimate
 from fedsolve.theory.fedsgm import fedsgm
 from fedsolve.theory.geometry import Skewness, skewness
+from fedsolve.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedsolve.theory.incentfedavg import (
     IncentGuarantee,
     Participation,
@@ -13,6 +14,8 @@ from fedsolve.theory.incentfedavg import (
     incentfedavg,
     participation,
 )
+from fedsolve.theory.ppbc import ppbc
+from fedsolve.theory.ppbc_runs import PPBCCertificate, ppbc_certificate
 from fedsolve.theory.reference import Optimum, optimum
 from fedsolve.theory.stationarity import Stationarity, stationarity
 
@@ -20,8 +23,11 @@ __all__ = [
     "Certificate",
     "Estimates",
     "Guarantee",
+    "Heterogeneity",
     "IncentGuarantee",
     "Optimum",
+    "PPBCCertificate",
+    "PPBCGuarantee",
     "Participation",
     "Skewness",
     "Stationarity",
@@ -30,9 +36,12 @@ __all__ = [
     "estimate",
     "fedadmm",
     "fedsgm",
+    "heterogeneity",
     "incentfedavg",
     "optimum",
     "participation",
+    "ppbc",
+    "ppbc_certificate",
     "skewness",
     "stationarity",
 ]
