@@ -1,6 +1,7 @@
 """Record what every runtime computes, so that a refactoring can be checked against it.
 
     python tests/support/record.py write       # write record.json from this source tree
+    python tests/support/record.py write PPBC  # renew only the cases with this in their names
     python tests/support/record.py check       # compare this source tree with record.json
 
 A case is a run of one algorithm on one runtime, a sweep, or a game. Its record has the final
@@ -248,9 +249,14 @@ def differences(name: str, recorded: dict[str, Any], found: dict[str, Any], exac
 def main() -> None:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     sys.path.insert(0, str(ROOT))
-    found = here(list(cases()))
-    if sys.argv[1:] == ["write"]:
-        lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()]
+    writes, only = sys.argv[1:2] == ["write"], "".join(sys.argv[2:3])
+    found = here([name for name in cases() if only in name])
+    if writes:
+        before = json.loads(FILE.read_text()) if only else {"cases": {}}
+        if only and not same_machine(before["environment"]):
+            sys.exit("A part of the record can be renewed only where the rest was written.")
+        kept = before["cases"]
+        lines = [f"{json.dumps(k)}: {json.dumps(each)}" for k, each in (kept | found).items()]
         head = json.dumps(this_environment())
         body = ",\n".join(lines)
         FILE.write_text(f'{{"environment": {head},\n"cases": {{\n{body}\n}}}}\n')

@@ -175,7 +175,7 @@ class SelectingTwice(Participating):
         scores, wanted = self.weigh(fed, begins, key)
         weights: Weights = None  # π; None: 1/M for all
         if scores is not None:
-            weights = normalised(scores)
+            weights = scores if self.counting == "renormalised" else normalised(scores)
             if self.cap is not None:
                 weights = project_capped(weights, jnp.asarray(self.cap) / n)
                 scores = jnp.where(weights > 0, scores, 0)  # they still order those at the cap

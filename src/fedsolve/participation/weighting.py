@@ -203,7 +203,7 @@ class PowerOfChoice(Weighting):
             cohort = draw_proportionally(key, known, self.candidates)
         asked = up if isinstance(up, bool) or jnp.ndim(up) == 0 else up[cohort]
         losses = fed.ask(methods.assess, cohort, when=asked)
-        least = jnp.min(jnp.where(losses.arrived, losses.values, 0))  # below 0 or 0
+        least = jnp.minimum(jnp.min(jnp.where(losses.arrived, losses.values, 0)), 0)
         scores = jnp.where(losses.arrived, losses.values - least, 0)
         return normalised(jnp.zeros(n, scores.dtype).at[cohort].set(scores)), sizes
 

@@ -213,7 +213,7 @@ def _eigenvalues(problem: Problem, w: Vector) -> tuple[float, float]:
     solver: Any = linalg  # its stubs know neither `matvec` nor small tolerances
 
     def times(v: np.ndarray) -> np.ndarray:
-        return np.asarray(_curve(problem, w, jnp.asarray(v).ravel()))
+        return np.asarray(_curve(problem, w, jnp.asarray(v, float).ravel()))
 
     operator = solver.LinearOperator((w.size, w.size), matvec=times)
     both = solver.eigsh(operator, k=2, which="BE", tol=1e-3, return_eigenvectors=False)

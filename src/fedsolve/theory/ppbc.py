@@ -40,7 +40,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
 from fedsolve.types import ArrayLike
 
-MOST_EPOCHS = 10**15
+MOST_EPOCHS = 10**40
 
 
 def ppbc(
@@ -216,7 +216,7 @@ class _Constants:
         rest = sum(value * gamma**power for power, value in self.variances)
         if self.mu is None:
             return 16 * self.start / (gamma * epochs) + rest
-        return self.start * (1 - gamma * self.mu / 8) ** epochs + rest
+        return self.start * math.exp(epochs * math.log1p(-gamma * self.mu / 8)) + rest
 
     def step_size(self, epochs: int) -> float:
         """γ of the corollaries: no term of the bound is larger than the one that falls with γ."""

@@ -304,8 +304,8 @@ def _mean_squared_gradient(run: Run, promise: PPBCGuarantee) -> float:
 def _minimum(problem: Problem, promise: PPBCGuarantee, minimum: PyTree) -> tuple[Point, float]:
     """Return x*, and a bound on the distance to the true one."""
     if minimum is not None:
-        leaves = jax.tree.leaves(minimum)
-        return np.concatenate([np.asarray(leaf, float).ravel() for leaf in leaves]), 0.0
+        with jax.enable_x64(True):
+            return np.asarray(problem.layout.ravel(minimum), np.float64), 0.0
     assert promise.strong_convexity is not None
     _, point = minimiser(problem)
     _, slope = _objective(problem, point)
