@@ -263,7 +263,7 @@ class PPBC(LocalTraining, SelectingTwice):
         """Whether this is Algorithm 1 or 2, for the mean over clients, with gradient steps."""
         plain = self.correction and self.surrogate == "previous" and self.epoch_length is None
         steps = self.local_steps == 1 and self.local_optimizer is None
-        steps = steps and getattr(self, "local_epochs", None) is None
+        steps = steps and self.local_epochs is None
         equal = type(self.weighting).objective_weights is Weighting.objective_weights
         return plain and steps and equal and not callable(self.step_size)
 

@@ -156,6 +156,10 @@ def _check_covered(problem: Problem, algorithm: PPBC) -> None:
         raise InvalidInput(
             "PPBC's theorems are about problems on all of R^d, without a constraint."
         )
+    if problem.objective.is_random:
+        raise InvalidInput(
+            "PPBC's theorems need unbiased gradients; those of a random loss need not be."
+        )
     if not algorithm.is_as_published:
         raise InvalidInput(
             "PPBC's theorems are about Algorithms 1 and 2: one local gradient step, epochs that "
