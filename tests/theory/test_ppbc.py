@@ -440,7 +440,7 @@ def test_an_algorithm_from_estimates():
     with pytest.raises(fs.InvalidInput, match="Give gap"):
         fs.PPBC.from_theory(shifted(), epochs=100, points=2)
     ball = shifted(optimum=0.0, domain=fs.Ball(9.0))
-    with pytest.raises(fs.InvalidInput, match=r"theorems are about R\^d"):
+    with pytest.raises(fs.InvalidInput, match=r"theorems are about problems on all of R\^d"):
         fs.PPBC.from_theory(ball, epochs=100)
     saddle = fs.Problem(
         lambda w, data: data["s"][0] * (w[0] ** 2 - w[1] ** 2), {"s": np.ones((2, 1))}, np.ones(2)

@@ -120,8 +120,8 @@ class PPBC(LocalTraining, SelectingTwice):
             is safe.
         epoch_end: p, the probability that an epoch ends after a round.
         smoothness: L, for `momentum="theory"`.
-        local_steps: The local steps of a client in a round; with more than one, a client's change
-            replaces its gradient.
+        local_steps, local_epochs: The local steps of a client in a round, or its passes over its
+            samples; with more than one step, a client's change replaces its gradient.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.
         epoch_length: A fixed number of rounds in an epoch, instead of `epoch_end`.
