@@ -230,15 +230,21 @@ def test_algorithm_1_with_empty_epochs_and_momentum(counting, alpha, twice):
 
 
 def test_alpha_1_retains_uniform_weights():
-    """Remark D.5: α = 1 with C < M. The weighting still decides who sends."""
-    options = {"weighting": "GradientNorm", "select_epoch": parts.Top(3)}
+    """Remark D.5: α = 1 with C < M. The weighting still decides who sends, in both selections."""
+    problem = fs.Problem(
+        examples.quadratic, PROBLEM.samples.values, np.zeros(5), metrics={"x": lambda w, _: w}
+    )
+    options = {"weighting": "GradientNorm", "select_epoch": parts.Top(3), "epoch_length": 1}
     options |= {"select_round": parts.Top(2)}
-    capped = fs.solve(PROBLEM, fs.PPBC(0.05, cap=1.0, **options), rounds=40, precision="float64")
+    capped = fs.solve(problem, fs.PPBC(0.05, cap=1.0, **options), rounds=30, precision="float64")
     uniform = fs.PPBC(0.05, counting="uniform", **options)
-    other = fs.solve(PROBLEM, uniform, rounds=40, precision="float64")
+    other = fs.solve(problem, uniform, rounds=30, precision="float64")
     np.testing.assert_array_equal(capped.history["cohort"], other.history["cohort"])
     np.testing.assert_allclose(capped.params, other.params, atol=1e-13)
     np.testing.assert_allclose(capped.history["weights"], 1 / 6)
+    for x, cohort in zip([np.zeros(5), *other.history["x"]], other.history["cohort"], strict=False):
+        norms = [np.linalg.norm(grad(x)) for grad in GRADS]
+        assert set(cohort) == set(np.argsort(norms)[-2:])
 
 
 def test_a_selection_that_counts_equally_retains_one_share_each():
