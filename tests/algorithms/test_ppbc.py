@@ -255,6 +255,19 @@ def test_a_selection_that_counts_equally_retains_one_share_each():
     assert algorithm.senders(6) == 3
 
 
+def test_the_alpha_of_each_counting():
+    for options, alpha in (
+        ({"counting": "uniform"}, 1),
+        ({"weighting": "Uniform"}, 1),
+        ({"select_round": parts.Top(2, equal=True)}, 1),
+        ({"cap": 2.0}, 2),
+        ({}, 6),
+        ({"counting": "renormalised", "weighting": "Uniform"}, 6),
+        ({"counting": "renormalised", "cap": 2.0}, 2),
+    ):
+        assert fs.PPBC(0.1, **{"weighting": "FOLB"} | options).largest_weight(6) == alpha
+
+
 def test_the_old_name_of_a_counting():
     assert fs.PPBC(0.1, counting="weights").counting == "renormalised"
     assert fs.PPBC(0.1).counting == "retained"
