@@ -8,10 +8,12 @@ from fedsolve.theory.fedsgm import fedsgm
 from fedsolve.theory.geometry import Skewness, skewness
 from fedsolve.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedsolve.theory.incentfedavg import (
+    IncentComplexity,
     IncentGuarantee,
     Participation,
     convex_dissimilarity,
     incentfedavg,
+    incentfedavg_rounds,
     participation,
 )
 from fedsolve.theory.ppbc import ppbc
@@ -24,6 +26,7 @@ __all__ = [
     "Estimates",
     "Guarantee",
     "Heterogeneity",
+    "IncentComplexity",
     "IncentGuarantee",
     "Optimum",
     "PPBCCertificate",
@@ -38,6 +41,7 @@ __all__ = [
     "fedsgm",
     "heterogeneity",
     "incentfedavg",
+    "incentfedavg_rounds",
     "optimum",
     "participation",
     "ppbc",
