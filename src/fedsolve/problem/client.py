@@ -75,6 +75,8 @@ class Client:
         (2, 13.0, [-5.0])
     """
 
+    _uses_all_samples = False
+
     def __init__(
         self,
         problem: Problem,
@@ -152,7 +154,7 @@ class Client:
         """
         samples, batch = self._draw_samples(key), self._problem.batch_size
         scale = 1
-        if batch is not None:
+        if batch is not None and not self._uses_all_samples:
             scale = self.samples_count / batch if self._samples.is_one_set else None
         return self._constraint.measure(self._params(w), samples, scale)
 
@@ -398,6 +400,16 @@ class Client:
         other._samples = self._samples.subset(key, count)
         return other
 
+    def with_all_samples(self) -> Client:
+        """Return this client computing from all of its samples, whatever the batch size.
+
+        Returns:
+            A client that draws no minibatches.
+        """
+        other = copy.copy(self)
+        other._uses_all_samples = True
+        return other
+
     def remember(self, memory: PyTree) -> None:
         """Replace what this client keeps between rounds.
 
@@ -502,11 +514,11 @@ class Client:
 
     def _draw_samples(self, key: PRNGKey | None) -> Samples:
         """Return all samples, or a minibatch if the problem has a batch size."""
-        samples = self._samples
-        if self._now.batch is not None:
+        samples, size = self._samples, self._problem.batch_size
+        if self._now.batch is not None and not self._uses_all_samples:
             samples = self._now.batch
-        elif self._problem.batch_size is not None:
-            samples = samples.draw(self.key if key is None else key, self._problem.batch_size)
+        elif size is not None and not self._uses_all_samples:
+            samples = samples.draw(self.key if key is None else key, size)
         if self._problem.state is None:
             return samples
         return dataclasses.replace(samples, state=self.state)
