@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jaxtyping import Array, Float, PyTree
-from numpy.typing import ArrayLike
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
@@ -35,12 +35,9 @@ from fedsolve.problem.layout import Layout
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Leaf, Mask, Samples, as_samples
 from fedsolve.torch.callback import call
+from fedsolve.torch.pool import Clients
+from fedsolve.torch.tensors import as_array, real_samples, trainable
 from fedsolve.types import Vector
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
 
 
 def problem(
@@ -94,13 +91,13 @@ def problem(
     """
     check_kind("module", module, torch.nn.Module)
     model = _Model(module)
-    samples = as_samples(jax.tree.map(_array, clients))
+    samples = as_samples(jax.tree.map(as_array, clients))
     entry = None
     if samples.mask is not None and not isinstance(samples.values, dict):
         entry = "all"  # Problem hands a mask over as one more entry of a dict
         samples = Samples({entry: samples.values}, samples.mask)
     local = functools.partial(_Function, model=model, samples=samples, entry=entry)
-    test = jax.tree.map(_array, test)
+    test = jax.tree.map(as_array, test)
     whole = Samples(jax.tree.map(lambda leaf: leaf[None], test))
     if constraint is not None:
         constraint = as_constraint(constraint).adapt(
@@ -142,7 +139,7 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module
         >>> net(torch.ones(2)).tolist()
         [3.0]
     """
-    own = {name: tuple(tensor.shape) for name, tensor in _trainable(module).items()}
+    own = {name: tuple(tensor.shape) for name, tensor in trainable(module).items()}
     given = {name: np.shape(array) for name, array in params.items()}
     if own != given:
         names = sorted(k for k in own.keys() | given.keys() if own.get(k) != given.get(k))
@@ -150,7 +147,7 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module
             f"params do not fit the module: names or shapes differ for {', '.join(names)}."
         )
     with torch.no_grad():
-        for name, tensor in _trainable(module).items():
+        for name, tensor in trainable(module).items():
             tensor.copy_(torch.from_numpy(np.array(params[name])))
     return module
 
@@ -159,27 +156,29 @@ class _Model:
     """Copies of the user's module, one for each precision, whose parameters are one vector."""
 
     def __init__(self, module: torch.nn.Module):
-        own = _trainable(module)
+        own = trainable(module)
         if not own:
             raise InvalidInput("The module has no parameters that require a gradient.")
-        self.params = {name: _array(own[name]).copy() for name in sorted(own)}  # as JAX sorts them
+        self.params = {
+            name: as_array(own[name]).copy() for name in sorted(own)
+        }  # as JAX sorts them
         self.w = np.concatenate([array.ravel() for array in self.params.values()])
-        self.lock = threading.Lock()  # a copy has one w at a time; XLA calls from several threads
         self._module = copy.deepcopy(module)
-        self._copies: dict[torch.dtype, tuple[torch.nn.Module, list, torch.Tensor]] = {}
+        self._here = threading.local()  # copies of each thread, as a copy has one w at a time
 
     def at(self, w: np.ndarray) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
         """Return the module with its parameters set to w, and these parameters."""
         point = torch.from_numpy(np.array(w))
-        if point.dtype not in self._copies:  # buffers and frozen parameters follow the precision
+        copies: dict = self._here.__dict__
+        if point.dtype not in copies:  # buffers and frozen parameters follow the precision
             module = copy.deepcopy(self._module).to(point.dtype)
-            params = [_trainable(module)[name] for name in self.params]
+            params = [trainable(module)[name] for name in self.params]
             vector = torch.empty_like(point, device=params[0].device)
             parts = vector.split([param.numel() for param in params])
             for param, part in zip(params, parts, strict=True):
                 param.data = part.view(param.shape)
-            self._copies[point.dtype] = module, params, vector
-        module, params, vector = self._copies[point.dtype]
+            copies[point.dtype] = module, params, vector
+        module, params, vector = copies[point.dtype]
         vector.copy_(point)
         return module, params
 
@@ -204,6 +203,7 @@ class _Function:
             raise InvalidInput(
                 f"The {self.name} must be a function of (model, data), got {self.function!r}."
             )
+        self._values, self._slopes = Clients(self.values), Clients(self.values_and_slopes)
         self._in_jax = jax.custom_jvp(self._value)
         self._in_jax.defjvp(self._derivative)
 
@@ -217,14 +217,16 @@ class _Function:
 
     def _value(self, w: Vector, data: PyTree, mask: Mask) -> Float[Array, " k"]:
         """Compute the outputs as one vector."""
-        return call(self.values, [(self.returned.size,)], w, data, mask)[0]
+        k = jax.ShapeDtypeStruct((self.returned.size,), w.dtype)
+        return call(self._values, [k], w, data, mask)[0]
 
     def _derivative(
         self, primals: tuple, tangents: tuple
     ) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
         """Compute the outputs and their derivative along a tangent."""
-        k, d = self.returned.size, primals[0].size
-        values, slopes = call(self.values_and_slopes, [(k,), (k, d)], *primals)
+        k, d, dtype = self.returned.size, primals[0].size, primals[0].dtype
+        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((k,), (k, d))]
+        values, slopes = call(self._slopes, shapes, *primals)
         return values, jnp.sum(slopes * tangents[0], axis=-1)
 
     @functools.cached_property
@@ -234,7 +236,7 @@ class _Function:
         The function is run on all data, so that errors are raised now and not during a run.
         """
         leaves, outputs, has_gradient = jax.tree.leaves(self.samples), None, not self.smooth
-        with self.model.lock, torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
             before = self._state()
             for index in range(len(leaves[0]) if leaves else 1):
                 one = jax.tree.map(lambda leaf, i=index: leaf[i], self.samples)
@@ -256,7 +258,7 @@ class _Function:
                 f"The {self.name} has no gradient: it must return a tensor computed from the "
                 "module's parameters, without .item() or .detach()."
             )
-        return Layout.of(jax.tree.map(_array, outputs))
+        return Layout.of(jax.tree.map(as_array, outputs))
 
     def _state(self) -> list[torch.Tensor]:
         """Return what a call must not change, so that the next one gives the same value."""
@@ -268,13 +270,13 @@ class _Function:
     def values(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
         """Compute the outputs for one client."""
         # With gradients enabled here too: a loss may differentiate with respect to its inputs.
-        with self.model.lock, torch.enable_grad():
+        with torch.enable_grad():
             _, outputs = self._run(w, data, mask)
-            return [_array(_flat(outputs))]
+            return [as_array(_flat(outputs))]
 
     def values_and_slopes(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
         """Compute the outputs for one client, and their derivatives by w."""
-        with self.model.lock, torch.enable_grad():
+        with torch.enable_grad():
             params, outputs = self._run(w, data, mask)
             values = _flat(outputs)
             slopes = np.zeros((len(values), len(w)), w.dtype)
@@ -283,8 +285,8 @@ class _Function:
                     parts = torch.autograd.grad(
                         value, params, retain_graph=True, materialize_grads=True
                     )
-                    row[:] = np.concatenate([_array(part).ravel() for part in parts])
-            return [_array(values), slopes]
+                    row[:] = np.concatenate([as_array(part).ravel() for part in parts])
+            return [as_array(values), slopes]
 
     def _run(self, w: np.ndarray, data: PyTree, mask: Mask) -> tuple[list, PyTree]:
         """Return the parameters, and the user's function of the module and the real samples."""
@@ -295,7 +297,7 @@ class _Function:
             kind = w.dtype if given.dtype.kind == "f" else given.dtype
             return torch.from_numpy(np.array(array, kind)).to(params[0].device)
 
-        seen = jax.tree.map(tensor, _real(data, mask), self.samples.values)
+        seen = jax.tree.map(tensor, real_samples(data, mask), self.samples.values)
         outputs = self.function(module, seen[self.entry] if self.entry else seen)
         return params, jax.tree.map(lambda leaf: torch.as_tensor(leaf).to(params[0]), outputs)
 
@@ -303,20 +305,3 @@ class _Function:
 def _flat(outputs: PyTree) -> torch.Tensor:
     """Return the outputs as one vector."""
     return torch.cat([leaf.reshape(-1) for leaf in jax.tree.leaves(outputs)])
-
-
-def _real(data: PyTree, mask: Mask) -> PyTree:
-    """Return the samples without padding."""
-    if isinstance(mask, dict):
-        return {name: _real(entry, mask[name]) for name, entry in data.items()}
-    return data if mask is None else jax.tree.map(lambda leaf: leaf[mask.astype(bool)], data)
-
-
-def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the module's parameters that require a gradient, by name."""
-    return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
-
-
-def _array(leaf: torch.Tensor | ArrayLike) -> np.ndarray:
-    """Return an array or tensor as a NumPy array."""
-    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
