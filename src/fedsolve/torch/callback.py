@@ -68,7 +68,7 @@ class _Host:
         spread = [np.broadcast_to(array, sizes + array.shape[extra:]) for array in arrays]
         places = np.ndindex(sizes)
         rows = self.function(
-            [structure.unflatten([array[at] for array in spread]) for at in places]
+            [structure.unflatten([np.asarray(array[at]) for array in spread]) for at in places]
         )
         found = []
         for column, dtype in zip(zip(*rows, strict=True), self.returned, strict=True):

@@ -16,28 +16,24 @@ is exact whatever it does with them.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
-import threading
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
+from numpy.typing import ArrayLike
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
-from fedsolve.problem.constraints import Constraint, as_constraint
-from fedsolve.problem.layout import Layout
+from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Leaf, Mask, Samples, as_samples
-from fedsolve.torch.callback import call
-from fedsolve.torch.pool import Clients
-from fedsolve.torch.tensors import as_array, real_samples, trainable
-from fedsolve.types import Vector
+from fedsolve.problem.samples import Leaf, Samples, as_samples
+from fedsolve.torch.called import Value
+from fedsolve.torch.descent import callback_problem
+from fedsolve.torch.module import Network
+
+ENTRY = "all"  # the name of data that have a mask and are no dict
 
 
 def problem(
@@ -90,31 +86,13 @@ def problem(
         (3, ['bias', 'weight'])
     """
     check_kind("module", module, torch.nn.Module)
-    model = _Model(module)
-    samples = as_samples(jax.tree.map(as_array, clients))
+    samples = as_samples(jax.tree.map(_array, clients))
     entry = None
     if samples.mask is not None and not isinstance(samples.values, dict):
-        entry = "all"  # Problem hands a mask over as one more entry of a dict
+        entry = ENTRY  # Problem hands a mask over as one more entry of a dict
         samples = Samples({entry: samples.values}, samples.mask)
-    local = functools.partial(_Function, model=model, samples=samples, entry=entry)
-    test = jax.tree.map(as_array, test)
-    whole = Samples(jax.tree.map(lambda leaf: leaf[None], test))
-    if constraint is not None:
-        constraint = as_constraint(constraint).adapt(
-            lambda function, sums=False: local("constraint", function)
-        )
-    return Problem(
-        objective=local("loss", loss),
-        clients=samples,
-        params=model.params,
-        constraint=constraint,
-        test=test,
-        metrics={
-            name: _Function(f"metric {name!r}", metric, model, whole, smooth=False)
-            for name, metric in (metrics or {}).items()
-        },
-        **options,
-    )
+    test = jax.tree.map(_array, test)
+    return callback_problem(module, loss, constraint, samples, entry, test, metrics, options)
 
 
 def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module:
@@ -139,7 +117,7 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module
         >>> net(torch.ones(2)).tolist()
         [3.0]
     """
-    own = {name: tuple(tensor.shape) for name, tensor in trainable(module).items()}
+    own = {name: tuple(tensor.shape) for name, tensor in _trainable(module).items()}
     given = {name: np.shape(array) for name, array in params.items()}
     if own != given:
         names = sorted(k for k in own.keys() | given.keys() if own.get(k) != given.get(k))
@@ -147,161 +125,24 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module
             f"params do not fit the module: names or shapes differ for {', '.join(names)}."
         )
     with torch.no_grad():
-        for name, tensor in trainable(module).items():
+        for name, tensor in _trainable(module).items():
             tensor.copy_(torch.from_numpy(np.array(params[name])))
     return module
 
 
-class _Model:
-    """Copies of the user's module, one for each precision, whose parameters are one vector."""
-
-    def __init__(self, module: torch.nn.Module):
-        own = trainable(module)
-        if not own:
-            raise InvalidInput("The module has no parameters that require a gradient.")
-        self.params = {
-            name: as_array(own[name]).copy() for name in sorted(own)
-        }  # as JAX sorts them
-        self.w = np.concatenate([array.ravel() for array in self.params.values()])
-        self._module = copy.deepcopy(module)
-        self._here = threading.local()  # copies of each thread, as a copy has one w at a time
-
-    def at(self, w: np.ndarray) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-        """Return the module with its parameters set to w, and these parameters."""
-        point = torch.from_numpy(np.array(w))
-        copies: dict = self._here.__dict__
-        if point.dtype not in copies:  # buffers and frozen parameters follow the precision
-            module = copy.deepcopy(self._module).to(point.dtype)
-            params = [trainable(module)[name] for name in self.params]
-            vector = torch.empty_like(point, device=params[0].device)
-            parts = vector.split([param.numel() for param in params])
-            for param, part in zip(params, parts, strict=True):
-                param.data = part.view(param.shape)
-            copies[point.dtype] = module, params, vector
-        module, params, vector = copies[point.dtype]
-        vector.copy_(point)
-        return module, params
+def network_of(problem: Problem) -> Network:
+    """Return the module that a problem was made of; raise if it was not made of one."""
+    objective = problem.given[0]
+    if not isinstance(objective, Value):
+        raise InvalidInput("training(problem, train) takes a problem of fs.torch.problem.")
+    return objective.called.network
 
 
-@dataclasses.dataclass(eq=False)
-class _Function:
-    """A user's function of (model, data) in torch, as a function of (params, data) in JAX.
-
-    It may return any structure of tensors, as for the sums of a `Statistics`; between JAX and torch
-    everything is a vector.
-    """
-
-    name: str
-    function: Callable
-    model: _Model
-    samples: Samples
-    entry: str | None = None
-    smooth: bool = True
-
-    def __post_init__(self):
-        if not callable(self.function):
-            raise InvalidInput(
-                f"The {self.name} must be a function of (model, data), got {self.function!r}."
-            )
-        self._values, self._slopes = Clients(self.values), Clients(self.values_and_slopes)
-        self._in_jax = jax.custom_jvp(self._value)
-        self._in_jax.defjvp(self._derivative)
-
-    def __call__(self, params: PyTree, data: PyTree) -> PyTree:
-        """Compute the function in JAX."""
-        mask = None
-        if isinstance(data, dict) and "mask" in data and "mask" not in self.samples.values:
-            data, mask = {k: v for k, v in data.items() if k != "mask"}, data["mask"]
-        w = jnp.concatenate([jnp.ravel(params[name]) for name in self.model.params])
-        return self.returned.unravel(self._in_jax(w, data, mask))
-
-    def _value(self, w: Vector, data: PyTree, mask: Mask) -> Float[Array, " k"]:
-        """Compute the outputs as one vector."""
-        k = jax.ShapeDtypeStruct((self.returned.size,), w.dtype)
-        return call(self._values, [k], w, data, mask)[0]
-
-    def _derivative(
-        self, primals: tuple, tangents: tuple
-    ) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
-        """Compute the outputs and their derivative along a tangent."""
-        k, d, dtype = self.returned.size, primals[0].size, primals[0].dtype
-        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((k,), (k, d))]
-        values, slopes = call(self._slopes, shapes, *primals)
-        return values, jnp.sum(slopes * tangents[0], axis=-1)
-
-    @functools.cached_property
-    def returned(self) -> Layout:
-        """The layout of the function's outputs in a vector.
-
-        The function is run on all data, so that errors are raised now and not during a run.
-        """
-        leaves, outputs, has_gradient = jax.tree.leaves(self.samples), None, not self.smooth
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            before = self._state()
-            for index in range(len(leaves[0]) if leaves else 1):
-                one = jax.tree.map(lambda leaf, i=index: leaf[i], self.samples)
-                try:
-                    _, outputs = self._run(self.model.w, one.values, one.mask)
-                except Exception as error:
-                    where = f"client {index}'s data" if self.smooth else "the test data"
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    raise InvalidInput(f"The {self.name} failed on {where}: {reason}") from error
-                has_gradient |= any(leaf.requires_grad for leaf in jax.tree.leaves(outputs))
-            after = self._state()
-        if not all(a.equal(b) for a, b in zip(before, after, strict=True)):
-            raise InvalidInput(
-                f"The {self.name} draws random numbers or changes the module's buffers, as dropout "
-                "and batch normalization do in training mode; call module.eval() first."
-            )
-        if not has_gradient:
-            raise InvalidInput(
-                f"The {self.name} has no gradient: it must return a tensor computed from the "
-                "module's parameters, without .item() or .detach()."
-            )
-        return Layout.of(jax.tree.map(as_array, outputs))
-
-    def _state(self) -> list[torch.Tensor]:
-        """Return what a call must not change, so that the next one gives the same value."""
-        module, _ = self.model.at(self.model.w)
-        return [torch.get_rng_state(), *(buffer.clone() for buffer in module.buffers())]
-
-    # The methods below use NumPy and torch alone: they must not wait for JAX, which waits for them.
-
-    def values(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
-        """Compute the outputs for one client."""
-        # With gradients enabled here too: a loss may differentiate with respect to its inputs.
-        with torch.enable_grad():
-            _, outputs = self._run(w, data, mask)
-            return [as_array(_flat(outputs))]
-
-    def values_and_slopes(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
-        """Compute the outputs for one client, and their derivatives by w."""
-        with torch.enable_grad():
-            params, outputs = self._run(w, data, mask)
-            values = _flat(outputs)
-            slopes = np.zeros((len(values), len(w)), w.dtype)
-            if values.requires_grad:  # or else the outputs do not depend on the parameters
-                for row, value in zip(slopes, values, strict=True):
-                    parts = torch.autograd.grad(
-                        value, params, retain_graph=True, materialize_grads=True
-                    )
-                    row[:] = np.concatenate([as_array(part).ravel() for part in parts])
-            return [as_array(values), slopes]
-
-    def _run(self, w: np.ndarray, data: PyTree, mask: Mask) -> tuple[list, PyTree]:
-        """Return the parameters, and the user's function of the module and the real samples."""
-        module, params = self.model.at(w)
-
-        def tensor(array: np.ndarray, given: np.ndarray) -> torch.Tensor:
-            # A copy, since torch must not write to JAX's memory.
-            kind = w.dtype if given.dtype.kind == "f" else given.dtype
-            return torch.from_numpy(np.array(array, kind)).to(params[0].device)
-
-        seen = jax.tree.map(tensor, real_samples(data, mask), self.samples.values)
-        outputs = self.function(module, seen[self.entry] if self.entry else seen)
-        return params, jax.tree.map(lambda leaf: torch.as_tensor(leaf).to(params[0]), outputs)
+def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the module's parameters that require a gradient, by name."""
+    return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
 
 
-def _flat(outputs: PyTree) -> torch.Tensor:
-    """Return the outputs as one vector."""
-    return torch.cat([leaf.reshape(-1) for leaf in jax.tree.leaves(outputs)])
+def _array(leaf: torch.Tensor | ArrayLike) -> np.ndarray:
+    """Return an array or tensor as a NumPy array."""
+    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
