@@ -85,7 +85,7 @@ class Run:
         """Return a run, with its parameters on the host."""
 
         def on_host(w: Vector | np.ndarray) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
-            return problem.layout.unravel(np.asarray(w))
+            return problem.params_at(np.asarray(w))
 
         average = algorithm.average(state.server)
         return cls(
