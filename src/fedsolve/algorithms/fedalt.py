@@ -45,7 +45,7 @@ from fedsolve.problem.problem import Problem
 from fedsolve.types import PRNGKey, Round, Vector
 
 
-class Personal(NamedTuple):
+class Kept(NamedTuple):
     """A client's personal parameters, and what it has not sent yet."""
 
     personal: Vector | None  # None where they are part of the problem
@@ -99,19 +99,19 @@ class FedAlt(FedAvg):
                 f"it: {type(self).__name__} then trains those in place of a second model."
             )
 
-    def unsent(self, clients: Personal) -> Float[Array, "n d"] | None:
+    def unsent(self, clients: Kept) -> Float[Array, "n d"] | None:
         return clients.residual
 
-    def init_client(self, w: Vector) -> Personal:
-        return Personal(None if self.mixing is None else w, no_residual(self.uplink, w))
+    def init_client(self, w: Vector) -> Kept:
+        return Kept(None if self.mixing is None else w, no_residual(self.uplink, w))
 
-    def improve(self, client: Client, kept: Personal) -> tuple[Personal, Packet]:
+    def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         if kept.personal is None:
             personal, total = None, self.local_parts(client)
         else:
             personal, total = self.local(client, kept.personal)
         residual, packet = self.compress(client, kept.residual, total)
-        return Personal(personal, residual), packet
+        return Kept(personal, residual), packet
 
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:
         """Take the steps of LocalAlt: v_i with w fixed, then w with v_i fixed.

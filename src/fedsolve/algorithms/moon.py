@@ -103,7 +103,7 @@ class MOON(FedAvg):
             positive = similarity(z, client.representation(client.w, key)[0]) / self.temperature
             negative = similarity(z, client.representation(kept.previous, key)[0])
             against = jax.nn.softplus(negative / self.temperature - positive)
-            return self.contrast * (weights @ against)
+            return jnp.asarray(self.contrast * (weights @ against))
 
         def direction(v: Vector, key: PRNGKey) -> Vector:
             apart: Vector = jax.grad(contrast)(v, key)

@@ -78,7 +78,7 @@ def take_steps(
 
     rule: Any = optimizer.transform(client.round)
 
-    def both(shared: Vector, own: Vector | None) -> Any:
+    def both(shared: Vector, own: Any) -> Any:
         """Return what the optimizer sees: one norm to clip, say, for both vectors."""
         return (shared, own) if moves else shared
 

@@ -17,7 +17,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.passes import Passes
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Flag, Number, PRNGKey, PyTree, Round, Vector
+from fedsolve.types import Flag, Number, Personal, PRNGKey, PyTree, Round, Vector
 
 if TYPE_CHECKING:
     from fedsolve.problem.problem import Problem
@@ -35,7 +35,7 @@ class _Now:
     training: bool = False  # whether gradients are those of local steps, which move the rest
     stepped: bool = False
     batch: Samples | None = None  # the minibatch of a pass without replacement
-    own_slope: Vector | None = None
+    own_slope: Personal | None = None
 
 
 class Client:
@@ -276,12 +276,12 @@ class Client:
     # Local steps
 
     @property
-    def personal(self) -> Any:  # Vector | None
+    def personal(self) -> Any:  # Personal | None
         """This client's personal parameters; None if there are none."""
         return self.memory.personal if self._problem.layout.personal_size else None
 
     @property
-    def own_slope(self) -> Any:  # Vector | None
+    def own_slope(self) -> Any:  # Personal | None
         """The gradient by the personal parameters, of the last call of `grad` or another one."""
         return self._now.own_slope
 
@@ -290,7 +290,7 @@ class Client:
         """The state of the loss (`Problem.state`), as it is on this client."""
         return self.memory.state if self._problem.keeps_state else self._now.state
 
-    def move_personal(self, step: Number | Vector) -> None:
+    def move_personal(self, step: Personal) -> None:
         """Add to the personal parameters.
 
         Args:
@@ -459,7 +459,7 @@ class Client:
             slope = jax.grad(lambda w: objective(self._params(w), samples))(w)
             return slope, None, None
 
-        def loss(w: Vector, personal: Vector | None) -> tuple[Float[Array, ""], PyTree]:
+        def loss(w: Vector, personal: Personal | None) -> tuple[Float[Array, ""], PyTree]:
             return objective.moved(self._problem.params_at(w, personal), samples)
 
         both = None if self.personal is None else 1
@@ -478,7 +478,7 @@ class Client:
             slope = jax.grad(lambda w: constraint.local(self._params(w), samples, focus))(w)
             return slope, None, None
 
-        def value(w: Vector, personal: Vector | None) -> Float[Array, ""]:
+        def value(w: Vector, personal: Personal | None) -> Float[Array, ""]:
             return constraint.local(self._problem.params_at(w, personal), samples, focus)
 
         if self.personal is None:

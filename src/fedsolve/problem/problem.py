@@ -29,7 +29,7 @@ from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is
 from fedsolve.problem.padding import PerClient, per_client
 from fedsolve.problem.samples import Samples, as_samples, full_mask
 from fedsolve.problem.stacking import pool
-from fedsolve.types import PRNGKey, PyTree, Vector
+from fedsolve.types import Personal, PRNGKey, PyTree, Vector
 
 BUFFERS = ("average", "local", "frozen")
 
@@ -37,7 +37,7 @@ BUFFERS = ("average", "local", "frozen")
 class Kept(NamedTuple):
     """What a client keeps of the model: its personal parameters, and a state of its own."""
 
-    personal: Vector | None
+    personal: Personal | None
     state: PyTree
 
 
