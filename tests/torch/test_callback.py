@@ -16,7 +16,6 @@ from fedsolve.torch.descent import Objective  # noqa: E402
 
 N, S, D = 6, 7, 4
 SIZES = (3, 7, 1, 5, 2, 4)
-MODE = {}  # `{"mode": "callback"}` where `problem` has modes
 
 
 def module(*layers):
@@ -77,7 +76,7 @@ def test_one_call_takes_the_steps_that_are_taken_one_by_one(name, layers, monkey
     extra = {"plain": (), "dropout": (nn.Dropout(0.4),), "norm": (nn.BatchNorm1d(5),)}[layers]
     if layers == "norm" and ragged:
         pytest.skip("a client with one sample cannot be normalised in training")
-    made = fs.torch.problem(module(*extra), loss, clients(ragged), **options, **MODE)
+    made = fs.torch.problem(module(*extra), loss, clients(ragged), **options, mode="callback")
     calls = []
     one_call = Objective.local_pass
     with monkeypatch.context() as patch:
@@ -96,7 +95,7 @@ def test_one_call_takes_the_steps_that_are_taken_one_by_one(name, layers, monkey
 
 
 def test_other_steps_are_taken_one_by_one():
-    problem = fs.torch.problem(module(), loss, clients(), **MODE)
+    problem = fs.torch.problem(module(), loss, clients(), mode="callback")
     run = solved(problem, fs.FedAvg(1.0, local_steps=3, local_optimizer=fs.SGD(0.1)))
     expected = solved(problem, fs.FedAvg(0.1, local_steps=3))
     assert_close(expected.params, run.params)
@@ -106,7 +105,7 @@ def test_other_steps_are_taken_one_by_one():
 
 
 def test_dropout_follows_the_seed_on_all_runtimes(tmp_path):
-    problem = fs.torch.problem(module(nn.Dropout(0.5)), loss, clients(), batch_size=3, **MODE)
+    problem = fs.torch.problem(module(nn.Dropout(0.5)), loss, clients(), batch_size=3, mode="callback")
     algorithm, before = fs.FedAvg(0.1, local_steps=3, participants=4), torch.get_rng_state()
     first = solved(problem, algorithm)
     for runtime in ("compiled", "debug", "streamed"):
@@ -126,7 +125,7 @@ def test_dropout_follows_the_seed_on_all_runtimes(tmp_path):
 
 
 def test_running_statistics_are_those_of_pytorch():
-    problem = fs.torch.problem(module(nn.BatchNorm1d(5)), loss, clients(), **MODE)
+    problem = fs.torch.problem(module(nn.BatchNorm1d(5)), loss, clients(), mode="callback")
     run = solved(problem, fs.FedAvg(0.1, local_steps=3), rounds=1)
     ends, statistics = [], []
     for j in range(N):

@@ -1,7 +1,7 @@
 """PyTorch modules as problems; needs the extra `fedsolve[torch]`."""
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch  # noqa: F401 (to say what is missing)
 except ModuleNotFoundError as error:
     raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
 

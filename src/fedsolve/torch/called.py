@@ -293,6 +293,15 @@ class Value:
         return self.called(params, data, *self.form.split(extra))[0]
 
 
+class Loss(Value):
+    """An objective: its value, and the next state if there is one."""
+
+    def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
+        """Return the value, or the value and the next state."""
+        found = self.called(params, data, *self.form.split(extra))
+        return found if self.form.changed else found[0]
+
+
 class Metric(Value):
     """A metric of (params, test) or (params, test, state)."""
 

@@ -22,6 +22,7 @@ from fedsolve.torch.called import (
     Copies,
     Form,
     Host,
+    Loss,
     Metric,
     Value,
     buffers_of,
@@ -32,7 +33,7 @@ from fedsolve.torch.module import Network
 from fedsolve.torch.pool import Clients
 
 
-class Objective(Value):
+class Objective(Loss):
     """An objective of (params, data, ...) in JAX, computed by PyTorch.
 
     Args:
@@ -46,11 +47,6 @@ class Objective(Value):
         super().__init__(called, form)
         self.called: Called = called
         self._walks: dict[Any, Clients] = {}
-
-    def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
-        """Return the value, and the next state if there is one."""
-        found = self.called(params, data, *self.form.split(extra))
-        return found if self.form.changed else found[0]
 
     def local_pass(self, work: LocalWork) -> Walked | None:
         """Take steps of gradient descent; None for other steps."""

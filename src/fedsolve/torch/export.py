@@ -2,11 +2,11 @@
 
 `torch.export` runs the loss once on tensors without values, and `run_decompositions` removes what
 changes tensors in place and reduces some 2000 operators to about 200; those that our own table has
-(`operators`) stay as they are. PyTorch maintains both, and both are exact: batch normalisation's new
-running statistics come out as outputs.
+(`operators`) stay as they are. PyTorch maintains both, and both are exact: the new running
+statistics of batch normalisation come out as outputs.
 
-Two things would be lost by it and are put into the graph before: `detach` and `torch.no_grad`, which
-decompositions drop, become an operator of our own.
+Two things would be lost by it and are put into the graph before: `detach` and `torch.no_grad`,
+which decompositions drop, become an operator of our own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +35,7 @@ class CannotCompile(Exception):
     """A function of a module cannot be compiled; the message says why, as half a sentence."""
 
 
-@torch.library.custom_op("fedsolve::stop", mutates_args=())
+@torch.library.custom_op("fedsolve::stop", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _stop(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its derivative."""
     return x.clone()
@@ -109,33 +108,40 @@ def trace(
     Raises:
         CannotCompile: If it cannot be traced, or uses an operator that is missing.
     """
-    leaves, structure = jax.tree.flatten(data)
     with network.lock:
-        returned: list[Any] = []
-
-        def outputs(module: torch.nn.Module, given: Sequence[torch.Tensor]) -> tuple:
-            found, form = jax.tree.flatten(function(module, structure.unflatten(given)))
-            returned.append(form)
-            return tuple(torch.as_tensor(leaf) for leaf in found)
-
-        whole = _Whole(network.at(dtype, training), outputs)
-        names = first_names(whole.module)
-        given = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
-        before = _global_randomness()
+        whole, given, returned = _prepared(network, function, data, dtype, training)
         exported = _export(whole, given)
         text = _text(exported)
-        if before != _global_randomness() or (twice and _text(_export(whole, given)) != text):
+        if twice and _text(_export(whole, given)) != text:
             raise CannotCompile(
                 "it gives another program in every call, so it depends on random numbers of NumPy "
                 "or Python, or on something else outside of PyTorch"
             )
-        return _program(exported, returned[-1], names, text)
+        return _program(exported, returned[-1], first_names(whole.module), text)
 
 
-def _global_randomness() -> tuple:
-    """Return the states of the generators of Python and NumPy."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (what the user's code draws from)
-    return random.getstate(), kind, keys.tobytes(), *rest
+def traced_text(network: Network, function: Callable, data: PyTree, dtype: torch.dtype) -> str:
+    """Return the graph of evaluation as it is traced, to compare it."""
+    with network.lock:
+        whole, given, _ = _prepared(network, function, data, dtype, training=False)
+        return _text(_export(whole, given))
+
+
+def _prepared(
+    network: Network, function: Callable, data: PyTree, dtype: torch.dtype, training: bool
+) -> tuple[_Whole, tuple[torch.Tensor, ...], list[Any]]:
+    """Return what is exported, its inputs, and where the outputs' structure will be."""
+    leaves, structure = jax.tree.flatten(data)
+    returned: list[Any] = []
+
+    def outputs(module: torch.nn.Module, given: Sequence[torch.Tensor]) -> tuple:
+        found, form = jax.tree.flatten(function(module, structure.unflatten(given)))
+        returned.append(form)
+        return tuple(torch.as_tensor(leaf) for leaf in found)
+
+    kinds = [dtype if leaf.is_floating_point() else leaf.dtype for leaf in leaves]
+    given = tuple(torch.empty(x.shape, dtype=kind) for x, kind in zip(leaves, kinds, strict=True))
+    return _Whole(network.at(dtype, training), outputs), given, returned
 
 
 def _export(whole: _Whole, given: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
@@ -204,9 +210,7 @@ def _program(
         elif kind != "USER_INPUT_MUTATION":  # changes to its own copy of the data are its affair
             raise CannotCompile("it changes the module's parameters")
     nodes = tuple(node for node in graph.nodes if node.op not in ("placeholder", "output"))
-    return Program(
-        nodes, inputs, constants, tuple(outputs), changed, structure, statistics, text
-    )
+    return Program(nodes, inputs, constants, tuple(outputs), changed, structure, statistics, text)
 
 
 def _keep_stops(graph: torch.fx.Graph) -> None:
@@ -263,6 +267,8 @@ def _reason(error: Exception) -> str:
     line = message.splitlines()[0] if message else ""
     if "DataDependent" in kind or "data-dependent" in message:
         return "its Python code branches on values of tensors (if, while, float() or .item())"
+    if "fake tensor" in message:
+        return "PyTorch cannot trace torch.autograd.grad, .data or .numpy() in it"
     if "linked with support for" in line or "not compiled with" in line:
         return f"it moves tensors to another device ({line})"
     return f"PyTorch cannot trace it: {kind}{': ' + line if line else ''}"

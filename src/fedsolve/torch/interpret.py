@@ -6,7 +6,6 @@ with their channels last for as long as operators can use them like that.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +19,21 @@ from jaxtyping import Array, PyTree, Shaped
 from fedsolve.torch import operators
 from fedsolve.torch.export import IGNORED, CannotCompile, Program
 from fedsolve.torch.operators import Last, Operator
+from fedsolve.torch.operators.table import DrawsRandom
 from fedsolve.types import PRNGKey
 
 Tensor = Shaped[Array, "..."]
 Values = Mapping[str, Tensor]
+ATEN = torch.ops.aten
+MAY_DRAW = {  # or not, according to their arguments
+    ATEN.dropout.default,
+    ATEN.native_dropout.default,
+    ATEN.scaled_dot_product_attention.default,
+    ATEN.lstm.input,
+    ATEN.gru.input,
+    ATEN.rnn_tanh.input,
+    ATEN.rnn_relu.input,
+}
 DROPPED = {"layout", "device", "pin_memory", "memory_format", "non_blocking", "generator"}
 
 
@@ -43,7 +53,7 @@ def run(
         The outputs, and the new values of the buffers that it changes.
 
     Raises:
-        CannotCompile: If it draws random numbers without a key.
+        DrawsRandom: If it draws random numbers without a key.
     """
     kinds = {"params": params, "buffers": buffers, "constants": program.constants, "data": data}
     known: dict[str, Any] = {
@@ -81,7 +91,11 @@ def _known(value: Any, known: Mapping[str, Any]) -> Any:
 
 
 def _apply(
-    node: torch.fx.Node, used: Operator, key: PRNGKey | None, args: list[Any], options: dict[str, Any]
+    node: torch.fx.Node,
+    used: Operator,
+    key: PRNGKey | None,
+    args: list[Any],
+    options: dict[str, Any],
 ) -> Any:
     """Compute one operator, in the layout that it can use, and check the result."""
     options = {name: value for name, value in options.items() if name not in DROPPED}
@@ -93,6 +107,8 @@ def _apply(
     elif used.layout != "own":
         given = jax.tree.map(operators.first, given, is_leaf=_is_image)
     if used.random:
+        if key is None and node.target not in MAY_DRAW:
+            raise DrawsRandom
         given = ((key, *given[0]), given[1])
     try:
         found = used.function(*given[0], **given[1])
@@ -144,8 +160,3 @@ def as_dtype(dtype: torch.dtype) -> np.dtype:
     """Return JAX's type for one of PyTorch's; without 64 bits where JAX has none."""
     name = str(dtype).removeprefix("torch.")
     return jax.dtypes.canonicalize_dtype(jnp.dtype({"bool": "bool_"}.get(name, name)))
-
-
-def parameters_of(function: Any) -> int:
-    """Return the number of a function's parameters."""
-    return len(inspect.signature(function).parameters)

@@ -9,13 +9,21 @@
     run = fs.solve(problem, fs.FedSGM(0.1), rounds=100)
     fs.torch.load(net, run.params)
 
-The compiled program calls back into Python, where PyTorch computes value and gradient in one pass,
-client by client. Padding is removed before the call: a loss sees only its client's samples, so it
-is exact whatever it does with them.
+Where it can be done, module and loss are compiled: `export` traces them to a graph of PyTorch's
+operators, and `interpret` runs this graph in JAX. torchax does the same; it was tried and has three
+disadvantages here: it imports names that torch 2.13 no longer has, running statistics are not moved
+in training, and its convolutions are slow where each client has weights of its own.
+
+Where it cannot be done, the compiled program calls back into Python: `called` computes values and
+gradients there, and `descent` takes all local steps of all clients of a cohort in one call. Padding
+is removed before the call: a loss sees only its client's samples, so it is exact whatever it does
+with them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 
 import jax
@@ -26,12 +34,15 @@ from numpy.typing import ArrayLike
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
-from fedsolve.problem.constraints import Constraint
+from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Leaf, Samples, as_samples
-from fedsolve.torch.called import Value
+from fedsolve.torch.called import Called, Copies, Form, Loss, Metric, Value
+from fedsolve.torch.compiled import Compiled
 from fedsolve.torch.descent import callback_problem
+from fedsolve.torch.export import CannotCompile
 from fedsolve.torch.module import Network
+from fedsolve.torch.verify import check_function, compare
 
 ENTRY = "all"  # the name of data that have a mask and are no dict
 
@@ -42,17 +53,16 @@ def problem(
     clients: PyTree,
     constraint: Constraint | Callable | None = None,
     *,
+    mode: object = "auto",
     test: PyTree = None,
     metrics: Mapping[str, Callable] | None = None,
     **options: PyTree,
 ) -> Problem:
     """Make a `Problem` whose parameters are the module's parameters that require a gradient.
 
-    The module is copied as it is now, and never changed. Values must be reproducible, so a module
-    that draws random numbers or changes its buffers (dropout and batch normalization in training
-    mode) cannot be used; call `module.eval()` first.
-
-    PyTorch has its own threads: for a small module `torch.set_num_threads(1)` is often faster.
+    The module is copied as it is now, and never changed. Local steps use it in the modes (`train`,
+    `eval`) that its parts are in now, evaluation uses it in evaluation mode. Dropout follows the
+    run's seed, and the buffers that training changes are the problem's `state`.
 
     Args:
         module: The module. Its parameters have the names of `named_parameters`.
@@ -62,6 +72,9 @@ def problem(
         clients: All clients' data as for `Problem`, arrays or tensors.
         constraint: g_j in the form of `loss`, or a `Constraint` made of such functions (a
             `Statistics` combines its sums on the server, in JAX).
+        mode: `"compiled"` (functions become JAX programs, or it is said why they cannot),
+            `"callback"` (PyTorch computes them, clients in threads of their own) or `"auto"` (compiled
+            where that is possible; a warning says where it is not, and why).
         test: Data for the metrics, arrays or tensors.
         metrics: Functions of (model, test), by name.
         **options: Other arguments of `Problem`.
@@ -71,7 +84,8 @@ def problem(
 
     Raises:
         InvalidInput: If the module has no parameters that require a gradient, or a function fails,
-            has no gradient, draws random numbers or changes buffers.
+            has no gradient, draws random numbers or changes buffers in evaluation mode, or cannot
+            be compiled in the mode `"compiled"`.
 
     Example:
         >>> import fedsolve as fs
@@ -86,13 +100,121 @@ def problem(
         (3, ['bias', 'weight'])
     """
     check_kind("module", module, torch.nn.Module)
+    if mode not in MODES:
+        raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
     samples = as_samples(jax.tree.map(_array, clients))
     entry = None
     if samples.mask is not None and not isinstance(samples.values, dict):
         entry = ENTRY  # Problem hands a mask over as one more entry of a dict
         samples = Samples({entry: samples.values}, samples.mask)
-    test = jax.tree.map(_array, test)
-    return callback_problem(module, loss, constraint, samples, entry, test, metrics, options)
+    given = _Given(
+        module, loss, constraint, samples, entry, jax.tree.map(_array, test), dict(metrics or {})
+    )
+    if mode == "callback":
+        return _by_callback(given, options)
+    try:
+        return _compiled(given, options, strict=mode == "compiled")
+    except CannotCompile as reason:
+        if mode == "compiled":
+            raise InvalidInput(f'{reason}; mode="callback" can do it.') from reason
+        found = _by_callback(given, options)
+        warnings.warn(f"{reason}, so PyTorch computes it in callbacks.", stacklevel=2)
+        return found
+
+
+MODES = ("auto", "compiled", "callback")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What the user gave."""
+
+    module: torch.nn.Module
+    loss: Callable
+    constraint: Constraint | Callable | None
+    samples: Samples
+    entry: str | None
+    test: PyTree
+    metrics: dict[str, Callable]
+
+    @property
+    def whole(self) -> Samples:
+        """The test data as the samples of one client."""
+        return Samples(jax.tree.map(lambda leaf: leaf[None], self.test))
+
+
+def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Problem:
+    """Make a problem of functions in JAX; raise `CannotCompile` with a reason if it cannot be."""
+    network = Network(given.module)
+    params = {name: network.params[name] for name in sorted(network.trainable)}
+    size = options.get("batch_size")
+
+    def compiled(name: str, function: Callable, sums: bool = False, test: bool = False) -> Compiled:
+        if not callable(function):
+            raise InvalidInput(f"The {name} must be a function of (model, data), got {function!r}.")
+        samples, entry = (given.whole, None) if test else (given.samples, given.entry)
+        found = check_function(name, function, network, samples, entry, smooth=not test)
+        own = Compiled(name, function, network, samples, entry, sums, None if test else size)
+        try:
+            own.look_ahead(network.params, samples)
+            if not test or sum(np.size(leaf) for leaf in jax.tree.leaves(samples)) <= COMPARED:
+                compare(own, samples, found, smooth=not test)
+        except CannotCompile as reason:
+            raise CannotCompile(f"The {name} cannot be compiled: {reason}") from reason
+        return own
+
+    functions: list[Compiled] = []
+
+    def constrained(function: Callable, sums: bool = False) -> Compiled:
+        functions.append(compiled("constraint", function, sums))
+        return functions[-1]
+
+    objective, constraint = compiled("loss", given.loss), given.constraint
+    functions.append(objective)
+    if constraint is not None:
+        constraint = as_constraint(constraint).adapt(constrained)
+    form = Form(any(own.differs_in_training for own in functions), objective.changed)
+    metrics = {}
+    for name, metric in given.metrics.items():
+        try:
+            found = compiled(f"metric {name!r}", metric, test=True)
+        except CannotCompile:
+            if strict:
+                raise
+            copies = Copies(network)
+            found = Called(f"metric {name!r}", metric, copies, given.whole, smooth=False)
+        metrics[name] = Metric(found, form)
+    if constraint is not None:
+        constraint = constraint.adapt(lambda function, sums=False: Value(function, form))
+    if form.changed:
+        state = {name: network.buffers[name] for name in form.changed}
+        options = options | {"state": state}
+    return Problem(
+        objective=Loss(objective, form),
+        clients=given.samples,
+        params=params,
+        constraint=constraint,
+        test=given.test,
+        metrics=metrics,
+        **options,
+    )
+
+
+COMPARED = 10**6  # numbers of test data up to which metrics are compared with PyTorch's
+
+
+def _by_callback(given: _Given, options: dict[str, PyTree]) -> Problem:
+    """Make a problem of functions that PyTorch computes."""
+    return callback_problem(
+        given.module,
+        given.loss,
+        given.constraint,
+        given.samples,
+        given.entry,
+        given.test,
+        given.metrics,
+        options,
+    )
 
 
 def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module:

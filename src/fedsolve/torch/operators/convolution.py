@@ -132,7 +132,7 @@ def _windows(
     found = []
     for place in np.ndindex(*kernel):
         starts = [i * d for i, d in zip(place, dilation, strict=True)]
-        cut = [slice(a, a + l, s) for a, l, s in zip(starts, lasts, stride, strict=True)]
+        cut = [slice(a, a + b, s) for a, b, s in zip(starts, lasts, stride, strict=True)]
         found.append(wide[(slice(None), *cut)])
     return found
 
@@ -162,7 +162,7 @@ def max_pool(
     window = kernel, pair(stride or kernel, count), pair(padding, count), pair(dilation, count)
 
     def larger(a: Tensor, b: Tensor) -> Tensor:
-        return jnp.where((b > a) | (b != b), b, a)  # noqa: PLR0124 (NaN wins)
+        return jnp.where((b > a) | (b != b), b, a)
 
     def pool(maps: Tensor) -> Tensor:
         lowest = -jnp.inf if jnp.issubdtype(maps.dtype, jnp.inexact) else jnp.iinfo(maps.dtype).min
@@ -219,7 +219,9 @@ def adaptive_avg_pool(x: Tensor | Last, output_size: Sizes) -> Tensor | Last:
 
     def pool(maps: Tensor) -> Tensor:
         for axis, parts in enumerate(output_size, start=1):
-            maps = jnp.moveaxis(jnp.tensordot(maps, _shares(maps, axis, parts), (axis, 0)), -1, axis)
+            maps = jnp.moveaxis(
+                jnp.tensordot(maps, _shares(maps, axis, parts), (axis, 0)), -1, axis
+            )
         return maps
 
     return _pooled(x, len(output_size), pool)

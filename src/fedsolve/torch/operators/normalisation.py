@@ -59,7 +59,10 @@ def batch_norm(
         return found, None, None, None, None
     count = array.size // mean.size
     seen = lax.stop_gradient((mean, variance * (count / max(count - 1, 1))))
-    moved = ((1 - momentum) * o + momentum * s for o, s in zip((running_mean, running_var), seen, strict=True))
+    moved = (
+        (1 - momentum) * o + momentum * s
+        for o, s in zip((running_mean, running_var), seen, strict=True)
+    )
     return found, None, None, *moved
 
 
@@ -107,9 +110,9 @@ def group_norm(
     x: Tensor | Last,
     weight: Maybe,
     bias: Maybe,
-    N: int,  # noqa: N803 (the schema's name)
-    C: int,  # noqa: N803
-    HxW: int,  # noqa: N803
+    N: int,
+    C: int,
+    HxW: int,
     group: int,
     eps: Number,
 ) -> tuple[Tensor | Last | None, ...]:

@@ -59,9 +59,7 @@ def inverse(x: Tensor, check_errors: bool = False) -> tuple[Tensor, Tensor]:
 
 
 @operator("aten.linalg_cholesky_ex")
-def cholesky(
-    x: Tensor, upper: bool = False, check_errors: bool = False
-) -> tuple[Tensor, Tensor]:
+def cholesky(x: Tensor, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """Factor positive definite matrices."""
     factor = jnp.linalg.cholesky(x)
     factor = jnp.swapaxes(factor, -1, -2) if upper else factor

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedsolve.torch.operators.table import Last, Mask, Number, Sizes, Tensor, operator
+from fedsolve.torch.operators.table import DrawsRandom, Last, Mask, Number, Sizes, Tensor, operator
 from fedsolve.types import PRNGKey
 
 Key = PRNGKey | None
 Dtype = jnp.dtype | None
 
 
-def kept(key: PRNGKey, share: float, shape: tuple[int, ...]) -> Mask:
+def kept(key: Key, share: float, shape: tuple[int, ...]) -> Mask:
     """Draw which elements are kept, each with the probability `share`.
 
     A share in 256ths takes eight random bits for each element, a quarter of what others need.
@@ -34,6 +34,8 @@ def drop(key: Key, x: Tensor, rate: Number) -> Tensor:
         return x
     if rate == 1:
         return jnp.zeros_like(x)
+    if key is None:
+        raise DrawsRandom
     return jnp.where(kept(key, float(1 - rate), x.shape), x / (1 - rate), 0)
 
 
@@ -116,9 +118,7 @@ def randint(key: PRNGKey, high: int, size: Sizes, dtype: Dtype = None) -> Tensor
 
 
 @operator("aten.randint.low", random=True)
-def randint_between(
-    key: PRNGKey, low: int, high: int, size: Sizes, dtype: Dtype = None
-) -> Tensor:
+def randint_between(key: PRNGKey, low: int, high: int, size: Sizes, dtype: Dtype = None) -> Tensor:
     """Draw whole numbers between limits."""
     return jax.random.randint(key, tuple(size), low, high)
 

@@ -67,7 +67,10 @@ def _layers(
     x = x if batched else x[:, None]
     starts = [start if batched else start[:, None] for start in starts]
     x = jnp.swapaxes(x, 0, 1) if batch_first and batched else x
-    ways, each = 2 if bidirectional else 1, len(params) // (num_layers * (2 if bidirectional else 1))
+    ways, each = (
+        2 if bidirectional else 1,
+        len(params) // (num_layers * (2 if bidirectional else 1)),
+    )
     ends: list[States] = []
     for layer in range(num_layers):
         outputs = []
@@ -80,7 +83,7 @@ def _layers(
             ends.append(end)
         x = jnp.concatenate(outputs, axis=-1)
         if train and dropout and layer < num_layers - 1:
-            x = drop(jax.random.fold_in(key, layer), x, dropout)
+            x = drop(None if key is None else jax.random.fold_in(key, layer), x, dropout)
     x = jnp.swapaxes(x, 0, 1) if batch_first and batched else x
     lasts = [jnp.stack(parts) for parts in zip(*ends, strict=True)]
     if not batched:

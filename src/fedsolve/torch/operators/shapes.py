@@ -146,7 +146,7 @@ def flip(x: Tensor, dims: Sizes) -> Tensor:
 @operator("aten.roll")
 def roll(x: Tensor, shifts: Sizes, dims: Sizes = ()) -> Tensor:
     """Shift cyclically."""
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, tuple(shifts)[0])
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
 @operator("aten.diagonal")
@@ -284,7 +284,12 @@ def index_put(
     x: Tensor, indices: Sequence[Maybe], values: Tensor, accumulate: bool = False
 ) -> Tensor:
     """Replace, or add to, what lies at some places."""
-    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == bool and values.size == 1:
+    if (
+        len(indices) == 1
+        and indices[0] is not None
+        and indices[0].dtype == bool
+        and values.size == 1
+    ):
         mask = indices[0].reshape(indices[0].shape + (1,) * (x.ndim - indices[0].ndim))
         return jnp.where(mask, x + values if accumulate else values.reshape(()), x)
     place = x.at[_index(indices)]

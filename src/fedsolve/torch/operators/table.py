@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Shaped
@@ -21,6 +22,10 @@ Maybe = Tensor | None
 Sizes = Sequence[int]
 
 NAMED: dict[str, Operator] = {}
+
+
+class DrawsRandom(Exception):
+    """An operator needs a key, and there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +80,9 @@ def find(name: str) -> Operator | None:
     return NAMED.get(name) or NAMED.get(name.rsplit(".", 1)[0])
 
 
-def first(image: Last | Tensor) -> Tensor:
-    """Return images with their channels on axis 1."""
-    return image.array.transpose(0, 3, 1, 2) if isinstance(image, Last) else image
+def first(value: Any) -> Any:
+    """Return images with their channels on axis 1, and other values as they are."""
+    return value.array.transpose(0, 3, 1, 2) if isinstance(value, Last) else value
 
 
 def last(image: Last | Tensor) -> Tensor:
