@@ -1,6 +1,7 @@
 """Functions that PyTorch computes: local steps in one call, dropout, running statistics."""
 
 import importlib
+import threading
 
 import jax
 import numpy as np
@@ -12,7 +13,9 @@ from tests.support.in_process import Wires, deploy
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
 importlib.import_module("fedsolve.torch")
-from fedsolve.torch.descent import Objective  # noqa: E402
+from fedsolve.problem.samples import as_samples  # noqa: E402
+from fedsolve.torch import pool  # noqa: E402
+from fedsolve.torch.descent import Objective, callback_problem  # noqa: E402
 
 N, S, D = 6, 7, 4
 SIZES = (3, 7, 1, 5, 2, 4)
@@ -105,7 +108,9 @@ def test_other_steps_are_taken_one_by_one():
 
 
 def test_dropout_follows_the_seed_on_all_runtimes(tmp_path):
-    problem = fs.torch.problem(module(nn.Dropout(0.5)), loss, clients(), batch_size=3, mode="callback")
+    problem = fs.torch.problem(
+        module(nn.Dropout(0.5)), loss, clients(), batch_size=3, mode="callback"
+    )
     algorithm, before = fs.FedAvg(0.1, local_steps=3, participants=4), torch.get_rng_state()
     first = solved(problem, algorithm)
     for runtime in ("compiled", "debug", "streamed"):
@@ -145,8 +150,6 @@ def test_running_statistics_are_those_of_pytorch():
 
 
 def test_a_function_without_a_gradient_raises_where_one_is_needed():
-    from fedsolve.torch.descent import callback_problem
-    from fedsolve.problem.samples import as_samples
 
     def rounded(model, data):
         with torch.no_grad():
@@ -157,3 +160,46 @@ def test_a_function_without_a_gradient_raises_where_one_is_needed():
     )
     with pytest.raises(Exception, match="has no gradient, and the algorithm needs one"):
         fs.solve(made, fs.FedAvg(0.1, local_optimizer=fs.SGD(0.1)), rounds=1)
+
+
+def test_clients_in_threads_have_modules_of_their_own(monkeypatch):
+    """Two clients wait for each other between setting the parameters and using them."""
+    monkeypatch.setattr(pool, "cores", lambda: 2)
+    monkeypatch.setattr(pool.Clients, "_together", lambda self: True)
+    pool._workers.cache_clear()
+    barrier, waits = threading.Barrier(2, timeout=20), []
+
+    def meeting(model, data):
+        if waits:
+            barrier.wait()
+        return loss(model, data)
+
+    problem = fs.torch.problem(module(), meeting, clients(), mode="callback")
+    expected = solved(fs.torch.problem(module(), loss, clients()), fs.FedAvg(0.1, local_steps=2))
+    waits.append(1)
+    run = solved(problem, fs.FedAvg(0.1, local_steps=2))
+    assert_close(expected.params, run.params)
+    pool._workers.cache_clear()
+
+
+def test_buffers_that_are_no_state_do_not_pass_from_one_call_to_the_next():
+    class Sometimes(nn.Module):
+        """A buffer that training changes for some clients alone, and not for the first."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.drop = nn.Linear(D, 1), nn.Dropout(0.3)
+            self.register_buffer("shift", torch.zeros(()))
+
+        def forward(self, x):
+            if self.training and float(x[0, 0]) < 0:
+                self.shift += 1
+            return self.drop(self.layer(x)) + self.shift
+
+    data = clients()
+    data["x"][0, 0, 0], data["x"][1:, 0, 0] = 1.0, -1.0
+    problem = fs.torch.problem(Sometimes().double(), loss, data, mode="callback")
+    once = solved(problem, fs.FedAvg(0.1), rounds=2)
+    again = solved(problem, fs.FedAvg(0.1), rounds=2)
+    assert_close(once.params, again.params, 0)

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import threading
 
 import jax
 import numpy as np
@@ -15,7 +16,8 @@ nn, F = torch.nn, torch.nn.functional
 importlib.import_module("fedsolve.torch")
 from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 
-from fedsolve.torch import pool, training  # noqa: E402
+from fedsolve.torch import pool  # noqa: E402
+from fedsolve.torch.training import as_datasets  # noqa: E402
 
 N, S, D = 6, 8, 4
 RATE, STEPS = 0.1, 5
@@ -67,8 +69,8 @@ PAIRS = {
         fs.FedAvgAll(1.0, participants=3),
     ),
     "PPBC": (
-        fs.PPBC(1.0, local_steps=STEPS, local_optimizer=fs.SGD(RATE), participants=3),
-        fs.PPBC(1.0, participants=3),
+        fs.PPBC(1.0, local_steps=STEPS, local_optimizer=fs.SGD(RATE)),
+        fs.PPBC(1.0),
     ),
     "SCAFFOLD": (
         fs.SCAFFOLD(1.0, local_steps=STEPS, local_optimizer=fs.SGD(RATE), participants=3),
@@ -240,7 +242,7 @@ def test_clients_in_threads_have_modules_of_their_own(monkeypatch):
     monkeypatch.setattr(pool, "cores", lambda: 2)
     monkeypatch.setattr(pool.Clients, "_together", lambda self: True)
     pool._workers.cache_clear()
-    barrier = __import__("threading").Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=20)
     modules = []
 
     def train(module, data, key):
@@ -379,11 +381,30 @@ def test_datasets_stay_as_they_are_and_give_the_numbers_of_arrays(tmp_path):
     assert set(seen) == {Points}
 
 
+def test_data_loaders_are_handed_over_as_they_are():
+    loaders = [DataLoader(data, batch_size=3, shuffle=True) for data in datasets()]
+    sizes = []
+
+    def train(module, loader, key):
+        sizes.append(sum(len(x) for x, _ in loader))
+        optimizer = torch.optim.SGD(module.parameters(), RATE)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(module(x)[:, 0], y).backward()
+            optimizer.step()
+
+    def mean(module, loader):
+        return sum(F.mse_loss(module(x)[:, 0], y) * len(x) for x, y in loader) / 8
+
+    problem = fs.torch.training(perceptron(), train, loaders, mean)
+    runs = [fs.solve(problem, fs.FedAvg(1.0), rounds=2, precision="float64") for _ in range(2)]
+    assert_close(runs[0].params, runs[1].params, 0)
+    assert set(sizes) == set(SIZES)
+
+
 def test_a_restricted_client_trains_on_a_part_of_its_dataset():
-    own = training.as_datasets(datasets())
+    own = as_datasets(datasets())
     samples = jax.tree.map(lambda leaf: leaf[1], own.samples())
-    few = fs.Problem(lambda w, d: w.sum() + 0.0 * d["mask"].sum(), own.samples(), np.zeros(1))
-    del few
     subset = jax.tree.map(np.asarray, samples.subset(jax.random.key(0), 3))
     part = own.of(subset.values, subset.mask, subset.order)
     assert len(part) == 3
@@ -444,25 +465,23 @@ def test_a_wrong_loop_raises(train, message):
 
 def test_other_wrong_input_raises():
     plain = fs.torch.problem(perceptron(), loss, arrays(), size_constraint)
-    mine = fs.torch.training(plain, trained_on(loss))
     with pytest.raises(fs.InvalidInput, match="needs clients and a loss"):
         fs.torch.training(perceptron(), trained_on(loss), arrays())
     with pytest.raises(fs.InvalidInput, match="has its data and functions"):
         fs.torch.training(plain, trained_on(loss), arrays(), loss)
+    numpy_problem = fs.Problem(lambda w, d: (w * d["x"]).sum(), arrays(), np.zeros(D))
     with pytest.raises(fs.InvalidInput, match=r"a problem of fs\.torch\.problem"):
-        numpy_problem = fs.Problem(lambda w, d: (w * d["x"]).sum(), arrays(), np.zeros(D))
         fs.torch.training(numpy_problem, trained_on(loss))
     with pytest.raises(fs.InvalidInput, match="leave batch_size out"):
         fs.torch.training(
             perceptron(), trained_on(loss), datasets(), of_dataset(loss), batch_size=3
         )
+    empty = [datasets()[0], TensorDataset(torch.zeros(0, D))]
     with pytest.raises(fs.InvalidInput, match="Client 1's Dataset is empty"):
-        empty = [datasets()[0], TensorDataset(torch.zeros(0, D))]
         fs.torch.training(perceptron(), trained_on(loss), empty, loss)
+    unconstrained = fs.torch.problem(perceptron(), loss, arrays())
     with pytest.raises(fs.InvalidInput, match="train_constraint is for a constraint"):
-        unconstrained = fs.torch.problem(perceptron(), loss, arrays())
         fs.torch.training(unconstrained, trained_on(loss), train_constraint=trained_on(loss))
-    del mine
 
 
 @pytest.mark.parametrize(

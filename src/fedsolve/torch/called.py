@@ -65,7 +65,8 @@ class Copies:
             known[which] = self._make(point.dtype, training)
         copy = known[which]
         copy.vector.copy_(point)
-        for name, array in (state or {}).items():
+        kept = self.network.buffers if training else {}  # or one call would depend on the last
+        for name, array in {**kept, **(state or {})}.items():
             copy.buffers[name].copy_(torch.from_numpy(np.array(array)))
         return copy
 
@@ -286,6 +287,7 @@ class Value:
 
     def __init__(self, called: Any, form: Form):
         self.called, self.form = called, form
+        self.__qualname__ = _name_of(called.function)  # for the identity of a run
         self.__signature__ = form.signature
 
     def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
@@ -308,6 +310,10 @@ class Metric(Value):
     def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
         """Return the value, in evaluation."""
         return self.called(params, data, None, extra[-1] if extra else None)[0]
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def words_of(key: PRNGKey) -> Array:

@@ -73,7 +73,7 @@ def problem(
         constraint: g_j in the form of `loss`, or a `Constraint` made of such functions (a
             `Statistics` combines its sums on the server, in JAX).
         mode: `"compiled"` (functions become JAX programs, or it is said why they cannot),
-            `"callback"` (PyTorch computes them, clients in threads of their own) or `"auto"` (compiled
+            `"callback"` (PyTorch computes them, clients in threads) or `"auto"` (compiled
             where that is possible; a warning says where it is not, and why).
         test: Data for the metrics, arrays or tensors.
         metrics: Functions of (model, test), by name.

@@ -88,8 +88,8 @@ def training(
             `fs.torch.problem` made, whose data and functions are used.
         train: The function of (module, data, key). `data` are one client's data as tensors without
             padding, or its `Dataset`; `key` is a whole number below 2^63.
-        clients: A list of `Dataset` objects, one for each client, which stay as they are; or all
-            clients' data, as for `fs.torch.problem`.
+        clients: A list of `Dataset` (or `DataLoader`) objects, one for each client, which are given
+            to the functions as they are; or all clients' data, as for `fs.torch.problem`.
         loss: f_j, a function of (module, data) that returns a scalar tensor, for evaluation.
         constraint: g_j in the form of `loss`, or a `Constraint`.
         train_constraint: As `train`, for rounds in which clients reduce the constraint.
@@ -175,7 +175,7 @@ class Datasets:
 
     def samples(self) -> Samples:
         """Return the clients' data for JAX: numbers, and masks from which sizes follow."""
-        sizes = np.array([len(data) for data in self.each])
+        sizes = np.array([_size_of(data) for data in self.each])
         mask = np.arange(sizes.max()) < sizes[:, None]
         return Samples({DATASET: np.arange(len(sizes), dtype=np.int32)}, mask)
 
@@ -184,25 +184,42 @@ class Datasets:
         dataset = self.each[int(data[DATASET])]
         if order is None:
             return dataset
+        if isinstance(dataset, torch.utils.data.DataLoader):
+            raise InvalidInput(
+                "The algorithm lets clients use a part of their samples: give Datasets as clients, "
+                "not DataLoaders."
+            )
         return torch.utils.data.Subset(dataset, np.asarray(order)[mask.astype(bool)].tolist())
 
     def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of (module, numbers) for one of (module, Dataset)."""
         if not callable(function):
             raise InvalidInput(f"A function of (module, data) is needed, got {function!r}.")
-        return lambda module, data: function(module, self.of(data))
+
+        def on(module: torch.nn.Module, data: PyTree) -> Any:
+            with seeded(0):  # a shuffled loader draws an order in evaluation, too
+                return function(module, self.of(data))
+
+        return on
 
 
 def as_datasets(clients: object) -> Datasets | None:
     """Return the clients as Datasets; None if they are arrays."""
     if isinstance(clients, str | bytes) or not isinstance(clients, Sequence) or not clients:
         return None
-    if not all(isinstance(data, torch.utils.data.Dataset) for data in clients):
+    kinds = torch.utils.data.Dataset, torch.utils.data.DataLoader
+    if not all(isinstance(data, kinds) for data in clients):
         return None
     for index, data in enumerate(clients):
-        if not hasattr(data, "__len__") or len(data) == 0:
+        if _size_of(data) == 0:
             raise InvalidInput(f"Client {index}'s Dataset is empty or has no length.")
     return Datasets(clients)
+
+
+def _size_of(data: Any) -> int:
+    """Return the number of samples of a Dataset or DataLoader; 0 if it has no length."""
+    dataset = data.dataset if isinstance(data, torch.utils.data.DataLoader) else data
+    return len(dataset) if hasattr(dataset, "__len__") else 0
 
 
 def _with_training(
@@ -247,6 +264,8 @@ class Trained:
             for corrected in (False, True)
         }
         self.__signature__ = inspect.signature(objective)
+        names = [getattr(t.train, "__qualname__", type(t.train).__qualname__) for t in trainers]
+        self.__qualname__ = " ".join(names)  # for the identity of a run
 
     def __call__(self, *given: PyTree) -> Any:
         """Return the objective's value."""
