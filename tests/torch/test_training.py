@@ -17,7 +17,7 @@ importlib.import_module("fedsolve.torch")
 from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 
 from fedsolve.torch import pool  # noqa: E402
-from fedsolve.torch.training import as_datasets  # noqa: E402
+from fedsolve.torch.datasets import as_datasets  # noqa: E402
 
 N, S, D = 6, 8, 4
 RATE, STEPS = 0.1, 5
