@@ -28,6 +28,7 @@ class seeded(TorchDispatchMode):
     def __init__(self, seed: int):
         super().__init__()
         self._seed = seed
+        self.drew = False  # whether a random operator was run
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,6 +42,7 @@ class seeded(TorchDispatchMode):
         given |= dict(zip(names, args, strict=False)) | kwargs
         if given.get("dropout_p") == 0:  # attention without dropout
             return func(*args, **kwargs)
+        self.drew = True
         drawing = func if "generator" in names else _with_generator(func)
         if drawing is not None:
             return drawing(*args, **kwargs | {"generator": self._generator(given)})
