@@ -196,12 +196,13 @@ def test_nothing_is_traced_again():
     ours = fs.torch.problem(perceptron(), torch_loss, equal_sized())
     algorithm = fs.FedSGM(0.1, participants=3)
     traces, calls = [], []
-    traced, called = type(ours.objective.function).__call__, ours.objective.function.function
+    objective = ours.objective.function
+    traced, called = type(objective).__call__, objective.called.function
     with pytest.MonkeyPatch.context() as patch:
         counted = lambda self, *inputs: (traces.append(1), traced(self, *inputs))[1]  # noqa: E731
-        patch.setattr(type(ours.objective.function), "__call__", counted)
+        patch.setattr(type(objective), "__call__", counted)
         seen = lambda *inputs: (calls.append(1), called(*inputs))[1]  # noqa: E731
-        patch.setattr(ours.objective.function, "function", seen)
+        patch.setattr(objective.called, "function", seen)
         fs.solve(ours, algorithm, rounds=3)
         assert traces
         traces.clear()
