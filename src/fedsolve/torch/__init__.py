@@ -5,6 +5,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
 
-from fedsolve.torch.problem import load, problem
+from fedsolve.torch.problem import load, problem, state_dict
 
-__all__ = ["load", "problem"]
+__all__ = ["load", "problem", "state_dict"]
