@@ -268,7 +268,7 @@ def test_batch_normalisation_of_clients_that_differ_in_size_needs_batches():
     run = fs.solve(problem, fs.FedAvg(0.1, local_steps=2), rounds=2)
     assert np.isfinite(run.history["objective"]).all()
     without = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
-    with pytest.raises(fs.InvalidInput, match=r"normalis|more than 1 value"):
+    with pytest.raises(fs.InvalidInput, match=r"normalises over the batch|more than 1 value"):
         compiled(without, ragged())
 
 
@@ -381,15 +381,14 @@ class Counting(nn.Module):
         (lambda m, d: loss(m, d).to("meta"), "on the device meta.*leave them where they are"),
         (lambda m, d: m(d["x"].to("cuda")).mean(), "failed.*leave them where they are"),
         (lambda m, d: m(d["z"]).mean(), "failed on client 0's data: KeyError: 'z'"),
-        (4, r"must be a function of \(model, data\), got 4"),
     ],
 )
 def test_a_wrong_loss_raises(function, message):
-    state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    module, state = nn.Linear(4, 1), torch.get_rng_state()
     with pytest.raises(fs.InvalidInput, match=message) as caught:
-        fs.torch.problem(nn.Linear(4, 1), function, clients())
+        fs.torch.problem(module, function, clients())
     assert "\n" not in str(caught.value)
-    assert state[0].equal(torch.get_rng_state())
+    assert state.equal(torch.get_rng_state())
 
 
 def test_a_buffer_that_changes_in_evaluation_raises():

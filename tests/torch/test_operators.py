@@ -158,7 +158,7 @@ def odd_shapes(model, data):
     added = torch.zeros(4, 3).to(out).index_add(0, data["c"], out)
     masked = out.masked_fill(flags[:, None], -2.0)
     masked[0, 1:] += 3 * out[2, :2]
-    masked[:, 2] = masked[:, 2] * out[:, 0]
+    masked[:, 2] = masked[:, 2].clone() * out[:, 0]
     parts = torch.stack([out.split([2, 4])[0][1], out[3]])
     return (
         scattered.pow(2).sum()

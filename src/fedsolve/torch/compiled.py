@@ -27,7 +27,7 @@ from fedsolve.types import PRNGKey, PyTree
 
 State = dict[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
 BATCH = (
-    "it normalises over the batch, and clients differ in size: give batch_size (and drop_last=True "
+    "it normalises over the batch or changes buffers, and clients differ in size: give batch_size (and drop_last=True "
     "with local_epochs), or call .eval() on the normalisation layers"
 )
 
@@ -203,7 +203,11 @@ class Compiled:
         plain = traced_text(self.network, self._own, shapes, _precision(dtype))
         self.differs_in_training = program.text != plain
         self.changed = tuple(sorted(program.changed))
-        if program.has_batch_statistics and self.is_ragged and self.batch_size is None:
+        if (
+            self.is_ragged
+            and self.batch_size is None
+            and (program.has_batch_statistics or program.changed)
+        ):
             raise CannotCompile(BATCH)
         if self.differs_in_training:
             self._try(params, data, jax.random.key(0), "without a key")

@@ -185,7 +185,7 @@ def _program(
 ) -> Program:
     """Reduce an exported graph to operators of the table."""
     statistics = any(
-        str(node.target) == "aten.batch_norm.default" and node.args[5]
+        str(node.target) == "aten.batch_norm.default" and _argument(node, 5, "training")
         for part in exported.graph_module.modules()
         for node in getattr(getattr(part, "graph", None), "nodes", ())
     )
@@ -224,6 +224,11 @@ def _program(
             raise CannotCompile("it changes the module's parameters")
     nodes = tuple(node for node in graph.nodes if node.op not in ("placeholder", "output"))
     return Program(nodes, inputs, constants, tuple(outputs), changed, structure, statistics, text)
+
+
+def _argument(node: torch.fx.Node, place: int, name: str) -> Any:
+    """Return an argument of an operator, which may be given by place or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 def _keep_stops(graph: torch.fx.Graph) -> None:

@@ -202,7 +202,7 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
     return Problem(
         objective=form.objective(objective),
         clients=given.samples,
-        params=params,
+        params=network.params,
         constraint=constraint,
         test=given.test,
         metrics=metrics,
