@@ -27,8 +27,8 @@ from fedsolve.types import PRNGKey, PyTree
 
 State = dict[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
 BATCH = (
-    "it normalises over the batch or changes buffers, and clients differ in size: give batch_size (and drop_last=True "
-    "with local_epochs), or call .eval() on the normalisation layers"
+    "it normalises over the batch or changes buffers, and clients differ in size: give batch_size "
+    "(and drop_last=True with local_epochs), or call .eval() on the normalisation layers"
 )
 
 
