@@ -528,6 +528,27 @@ def test_personal_parameters_stay_on_the_clients(algorithm, tmp_path):
     )
 
 
+def test_a_run_gives_each_clients_own_parameters_and_state():
+    def loss(params, data, state):
+        return scaled(params, data), {"steps": state["steps"] + 1}
+
+    options = {"personal": ["head"], "state": {"steps": np.zeros(())}, "buffers": "local"}
+    problem = fs.Problem(loss, data(), model(), **options)
+    algorithm = fs.FedAvg(0.1, local_steps=2)
+    run = fs.solve(problem, algorithm, rounds=3, arrivals=lambda r, e, c: jnp.asarray(c) != 1)
+    assert [float(run.client_buffers(j)["steps"]) for j in (0, 1)] == [6.0, 0.0]
+    assert run.client_params(1)["head"]["bias"][0] == 0
+    bias = run.state.memory.personal[0, 0]
+    assert run.client_params(0)["head"]["bias"][0] == bias != 0
+    assert run.buffers["steps"] == 0
+    assert run.params["head"]["bias"] == 0
+    with pytest.raises(fs.InvalidInput, match="client must be from 0 to 5"):
+        run.client_params(6)
+    streamed = fs.solve(problem, algorithm, rounds=1, runtime="streamed")
+    with pytest.raises(fs.InvalidInput, match="are not here"):
+        streamed.client_params(0)
+
+
 def test_one_norm_is_clipped_for_shared_and_personal_parameters():
     rule = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
     problem = fs.Problem(scaled, data(), model(), personal=["head"], trainable=["body", "head"])
