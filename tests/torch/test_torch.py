@@ -196,12 +196,13 @@ def test_nothing_is_traced_again():
     ours = fs.torch.problem(perceptron(), torch_loss, equal_sized(), mode="callback")
     algorithm = fs.FedSGM(0.1, participants=3)
     traces, calls = [], []
-    traced, called = type(ours.objective.function).__call__, ours.objective.function.function
+    objective = ours.objective.function
+    traced, called = type(objective).__call__, objective.called.function
     with pytest.MonkeyPatch.context() as patch:
         counted = lambda self, *inputs: (traces.append(1), traced(self, *inputs))[1]  # noqa: E731
-        patch.setattr(type(ours.objective.function), "__call__", counted)
+        patch.setattr(type(objective), "__call__", counted)
         seen = lambda *inputs: (calls.append(1), called(*inputs))[1]  # noqa: E731
-        patch.setattr(ours.objective.function, "function", seen)
+        patch.setattr(objective.called, "function", seen)
         fs.solve(ours, algorithm, rounds=3)
         assert traces
         traces.clear()
@@ -410,13 +411,12 @@ def batch_norm():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
 
 
+@pytest.mark.parametrize("mode", ["compiled", "callback"])
 @pytest.mark.parametrize("make", [dropout, batch_norm])
-def test_dropout_and_batch_norm_raise_unless_in_eval_mode(make):
-    module, generator = make(), torch.get_rng_state()
-    with pytest.raises(fs.InvalidInput, match=r"call module\.eval\(\) first"):
-        fs.torch.problem(module, torch_loss, equal_sized(), mode="callback")
+def test_dropout_and_batch_norm_in_evaluation_mode(make, mode):
+    module, generator = make().eval(), torch.get_rng_state()
+    problem = fs.torch.problem(module, torch_loss, equal_sized(), mode=mode).on_device()
     assert generator.equal(torch.get_rng_state())
-    problem = fs.torch.problem(module.eval(), torch_loss, equal_sized()).on_device()
     one = jax.tree.map(lambda leaf: leaf[0], problem.samples)
     data = {name: torch.from_numpy(np.array(array)) for name, array in one.values.items()}
     expected = torch_loss(module, data).detach()

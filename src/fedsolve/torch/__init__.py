@@ -6,5 +6,6 @@ except ModuleNotFoundError as error:
     raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
 
 from fedsolve.torch.problem import load, problem, state_dict
+from fedsolve.torch.training import training
 
-__all__ = ["load", "problem", "state_dict"]
+__all__ = ["load", "problem", "state_dict", "training"]

@@ -14,24 +14,23 @@ operators, and `interpret` runs this graph in JAX. torchax does the same; it was
 disadvantages here: it imports names that torch 2.13 no longer has, running statistics are not moved
 in training, and its convolutions are slow where each client has weights of its own.
 
-Where it cannot be done, the compiled program calls back into Python, where PyTorch computes value
-and gradient in one pass, client by client. Padding is removed before the call: a loss sees only its
-client's samples, so it is exact whatever it does with them.
+Where it cannot be done, the compiled program calls back into Python: `called` computes values and
+gradients there, and `descent` takes all local steps of all clients of a cohort in one call. Padding
+is removed before the call: a loss sees only its client's samples, so it is exact whatever it does
+with them.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+import torch
+from jaxtyping import PyTree
 from numpy.typing import ArrayLike
 
 from fedsolve.errors import InvalidInput
@@ -39,19 +38,16 @@ from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.layout import FROZEN, Layout
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Leaf, Mask, Samples, as_samples
+from fedsolve.problem.samples import Leaf, Samples, as_samples
 from fedsolve.solving.result import Run
-from fedsolve.torch.callback import call
+from fedsolve.torch.called import Called, Copies, Form, Loss, Metric, Value
 from fedsolve.torch.compiled import Compiled
+from fedsolve.torch.descent import callback_problem
 from fedsolve.torch.export import CannotCompile
 from fedsolve.torch.module import Network
 from fedsolve.torch.verify import check_function, compare
-from fedsolve.types import Vector
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
+ENTRY = "all"  # the name of data that have a mask and are no dict
 
 
 def problem(
@@ -80,7 +76,7 @@ def problem(
         constraint: g_j in the form of `loss`, or a `Constraint` made of such functions (a
             `Statistics` combines its sums on the server, in JAX).
         mode: `"compiled"` (functions become JAX programs, or it is said why they cannot),
-            `"callback"` (PyTorch computes them, one client after the other) or `"auto"` (compiled
+            `"callback"` (PyTorch computes them, clients in threads) or `"auto"` (compiled
             where that is possible; a warning says where it is not, and why).
         test: Data for the metrics, arrays or tensors.
         metrics: Functions of (model, test), by name.
@@ -112,7 +108,7 @@ def problem(
     samples = as_samples(jax.tree.map(_array, clients))
     entry = None
     if samples.mask is not None and not isinstance(samples.values, dict):
-        entry = "all"  # Problem hands a mask over as one more entry of a dict
+        entry = ENTRY  # Problem hands a mask over as one more entry of a dict
         samples = Samples({entry: samples.values}, samples.mask)
     given = _Given(
         module, loss, constraint, samples, entry, jax.tree.map(_array, test), dict(metrics or {})
@@ -179,92 +175,62 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
     functions.append(objective)
     if constraint is not None:
         constraint = as_constraint(constraint).adapt(constrained)
-    form = _Form(any(own.differs_in_training for own in functions), objective.changed)
+    form = Form(any(own.differs_in_training for own in functions), objective.changed)
     metrics = {}
     for name, metric in given.metrics.items():
         try:
-            metrics[name] = form.metric(compiled(f"metric {name!r}", metric, test=True))
+            found = compiled(f"metric {name!r}", metric, test=True)
         except CannotCompile:
-            if strict or form.changed:
+            if strict:
                 raise
-            model = _Model(given.module)
-            metrics[name] = _Function(f"metric {name!r}", metric, model, given.whole, smooth=False)
+            copies = Copies(network)
+            found = Called(f"metric {name!r}", metric, copies, given.whole, smooth=False)
+        metrics[name] = Metric(found, form)
     if constraint is not None:
-        constraint = constraint.adapt(lambda function, sums=False: form.value(function))
+        constraint = constraint.adapt(lambda function, sums=False: Value(function, form))
     if len(network.trainable) < len(network.params):
-        kinds = Layout.of(network.params, options.get("trainable")).kinds
-        wanted = zip(network.params, kinds or [""] * len(network.params), strict=True)
-        trained = [n for n, kind in wanted if n in network.trainable and kind != FROZEN]
-        options = options | {"trainable": trained}
+        options = options | {"trainable": _trained(network, options.get("trainable"))}
     if form.changed:
         state = {name: network.buffers[name] for name in form.changed}
         options = options | {"state": state}
-    return Problem(
-        objective=form.objective(objective),
-        clients=given.samples,
-        params=network.params,
-        constraint=constraint,
-        test=given.test,
-        metrics=metrics,
-        **options,
-    )
+    try:
+        return Problem(
+            objective=Loss(objective, form),
+            clients=given.samples,
+            params=network.params,
+            constraint=constraint,
+            test=given.test,
+            metrics=metrics,
+            **options,
+        )
+    except InvalidInput as error:
+        if given.samples.mask is None:
+            raise
+        reason = str(error).removesuffix('; let it use data["mask"].')  # torch has no mask
+        raise CannotCompile(reason) from error
+
+
+def _trained(network: Network, trainable: PyTree) -> list[str]:
+    """Return the names of the parameters that need a gradient and are among the user's choice."""
+    kinds = Layout.of(network.params, trainable).kinds
+    named = zip(network.params, kinds or [""] * len(network.params), strict=True)
+    return [name for name, kind in named if name in network.trainable and kind != FROZEN]
 
 
 COMPARED = 10**6  # numbers of test data up to which metrics are compared with PyTorch's
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """What functions take and return in JAX: a key if training differs, a state if it changes.
-
-    Args:
-        is_random: Whether training differs from evaluation, so that functions take a key.
-        changed: The buffers that training changes.
-    """
-
-    is_random: bool
-    changed: tuple[str, ...]
-
-    def objective(self, function: Compiled) -> Callable:
-        """Return the objective as a function in JAX."""
-        if self.changed:
-            return lambda params, data, key, state: function(params, data, key, state)
-        return self.value(function)
-
-    def value(self, function: Compiled) -> Callable:
-        """Return a function in JAX that returns its value alone."""
-        if self.changed:
-            return lambda params, data, key, state: function(params, data, key, state)[0]
-        if self.is_random:
-            return lambda params, data, key: function(params, data, key)[0]
-        return lambda params, data: function(params, data)[0]
-
-    def metric(self, function: Compiled) -> Callable:
-        """Return a metric in JAX."""
-        if self.changed:
-            return lambda params, test, state: function(params, test, None, state)[0]
-        return lambda params, test: function(params, test)[0]
-
-
 def _by_callback(given: _Given, options: dict[str, PyTree]) -> Problem:
     """Make a problem of functions that PyTorch computes."""
-    model, samples, constraint = _Model(given.module), given.samples, given.constraint
-    local = functools.partial(_Function, model=model, samples=samples, entry=given.entry)
-    if constraint is not None:
-        constraint = as_constraint(constraint).adapt(
-            lambda function, sums=False: local("constraint", function)
-        )
-    return Problem(
-        objective=local("loss", given.loss),
-        clients=samples,
-        params=model.params,
-        constraint=constraint,
-        test=given.test,
-        metrics={
-            name: _Function(f"metric {name!r}", metric, model, given.whole, smooth=False)
-            for name, metric in given.metrics.items()
-        },
-        **options,
+    return callback_problem(
+        given.module,
+        given.loss,
+        given.constraint,
+        given.samples,
+        given.entry,
+        given.test,
+        given.metrics,
+        options,
     )
 
 
@@ -338,161 +304,12 @@ def state_dict(module: torch.nn.Module, run: Run) -> dict[str, torch.Tensor]:
     return dict(load(copy.deepcopy(module), run).state_dict())
 
 
-class _Model:
-    """Copies of the user's module, one for each precision, whose parameters are one vector."""
-
-    def __init__(self, module: torch.nn.Module):
-        own = _trainable(module)
-        if not own:
-            raise InvalidInput("The module has no parameters that require a gradient.")
-        self.params = {name: _array(own[name]).copy() for name in sorted(own)}  # as JAX sorts them
-        self.w = np.concatenate([array.ravel() for array in self.params.values()])
-        self.lock = threading.Lock()  # a copy has one w at a time; XLA calls from several threads
-        self._module = copy.deepcopy(module)
-        self._copies: dict[torch.dtype, tuple[torch.nn.Module, list, torch.Tensor]] = {}
-
-    def at(self, w: np.ndarray) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-        """Return the module with its parameters set to w, and these parameters."""
-        point = torch.from_numpy(np.array(w))
-        if point.dtype not in self._copies:  # buffers and frozen parameters follow the precision
-            module = copy.deepcopy(self._module).to(point.dtype)
-            params = [_trainable(module)[name] for name in self.params]
-            vector = torch.empty_like(point, device=params[0].device)
-            parts = vector.split([param.numel() for param in params])
-            for param, part in zip(params, parts, strict=True):
-                param.data = part.view(param.shape)
-            self._copies[point.dtype] = module, params, vector
-        module, params, vector = self._copies[point.dtype]
-        vector.copy_(point)
-        return module, params
-
-
-@dataclasses.dataclass(eq=False)
-class _Function:
-    """A user's function of (model, data) in torch, as a function of (params, data) in JAX.
-
-    It may return any structure of tensors, as for the sums of a `Statistics`; between JAX and torch
-    everything is a vector.
-    """
-
-    name: str
-    function: Callable
-    model: _Model
-    samples: Samples
-    entry: str | None = None
-    smooth: bool = True
-
-    def __post_init__(self):
-        if not callable(self.function):
-            raise InvalidInput(
-                f"The {self.name} must be a function of (model, data), got {self.function!r}."
-            )
-        self._in_jax = jax.custom_jvp(self._value)
-        self._in_jax.defjvp(self._derivative)
-
-    def __call__(self, params: PyTree, data: PyTree) -> PyTree:
-        """Compute the function in JAX."""
-        mask = None
-        if isinstance(data, dict) and "mask" in data and "mask" not in self.samples.values:
-            data, mask = {k: v for k, v in data.items() if k != "mask"}, data["mask"]
-        w = jnp.concatenate([jnp.ravel(params[name]) for name in self.model.params])
-        return self.returned.unravel(self._in_jax(w, data, mask))
-
-    def _value(self, w: Vector, data: PyTree, mask: Mask) -> Float[Array, " k"]:
-        """Compute the outputs as one vector."""
-        return call(self.values, [(self.returned.size,)], w, data, mask)[0]
-
-    def _derivative(
-        self, primals: tuple, tangents: tuple
-    ) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
-        """Compute the outputs and their derivative along a tangent."""
-        k, d = self.returned.size, primals[0].size
-        values, slopes = call(self.values_and_slopes, [(k,), (k, d)], *primals)
-        return values, jnp.sum(slopes * tangents[0], axis=-1)
-
-    @functools.cached_property
-    def returned(self) -> Layout:
-        """The layout of the function's outputs in a vector.
-
-        The function is run on all data, so that errors are raised now and not during a run.
-        """
-        leaves, outputs, has_gradient = jax.tree.leaves(self.samples), None, not self.smooth
-        with self.model.lock, torch.random.fork_rng(devices=[]), torch.enable_grad():
-            before = self._state()
-            for index in range(len(leaves[0]) if leaves else 1):
-                one = jax.tree.map(lambda leaf, i=index: leaf[i], self.samples)
-                try:
-                    _, outputs = self._run(self.model.w, one.values, one.mask)
-                except Exception as error:
-                    where = f"client {index}'s data" if self.smooth else "the test data"
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    raise InvalidInput(f"The {self.name} failed on {where}: {reason}") from error
-                has_gradient |= any(leaf.requires_grad for leaf in jax.tree.leaves(outputs))
-            after = self._state()
-        if not all(a.equal(b) for a, b in zip(before, after, strict=True)):
-            raise InvalidInput(
-                f"The {self.name} draws random numbers or changes the module's buffers, as dropout "
-                "and batch normalization do in training mode; call module.eval() first."
-            )
-        if not has_gradient:
-            raise InvalidInput(
-                f"The {self.name} has no gradient: it must return a tensor computed from the "
-                "module's parameters, without .item() or .detach()."
-            )
-        return Layout.of(jax.tree.map(_array, outputs))
-
-    def _state(self) -> list[torch.Tensor]:
-        """Return what a call must not change, so that the next one gives the same value."""
-        module, _ = self.model.at(self.model.w)
-        return [torch.get_rng_state(), *(buffer.clone() for buffer in module.buffers())]
-
-    # The methods below use NumPy and torch alone: they must not wait for JAX, which waits for them.
-
-    def values(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
-        """Compute the outputs for one client."""
-        # With gradients enabled here too: a loss may differentiate with respect to its inputs.
-        with self.model.lock, torch.enable_grad():
-            _, outputs = self._run(w, data, mask)
-            return [_array(_flat(outputs))]
-
-    def values_and_slopes(self, w: np.ndarray, data: PyTree, mask: Mask) -> list[np.ndarray]:
-        """Compute the outputs for one client, and their derivatives by w."""
-        with self.model.lock, torch.enable_grad():
-            params, outputs = self._run(w, data, mask)
-            values = _flat(outputs)
-            slopes = np.zeros((len(values), len(w)), w.dtype)
-            if values.requires_grad:  # or else the outputs do not depend on the parameters
-                for row, value in zip(slopes, values, strict=True):
-                    parts = torch.autograd.grad(
-                        value, params, retain_graph=True, materialize_grads=True
-                    )
-                    row[:] = np.concatenate([_array(part).ravel() for part in parts])
-            return [_array(values), slopes]
-
-    def _run(self, w: np.ndarray, data: PyTree, mask: Mask) -> tuple[list, PyTree]:
-        """Return the parameters, and the user's function of the module and the real samples."""
-        module, params = self.model.at(w)
-
-        def tensor(array: np.ndarray, given: np.ndarray) -> torch.Tensor:
-            # A copy, since torch must not write to JAX's memory.
-            kind = w.dtype if given.dtype.kind == "f" else given.dtype
-            return torch.from_numpy(np.array(array, kind)).to(params[0].device)
-
-        seen = jax.tree.map(tensor, _real(data, mask), self.samples.values)
-        outputs = self.function(module, seen[self.entry] if self.entry else seen)
-        return params, jax.tree.map(lambda leaf: torch.as_tensor(leaf).to(params[0]), outputs)
-
-
-def _flat(outputs: PyTree) -> torch.Tensor:
-    """Return the outputs as one vector."""
-    return torch.cat([leaf.reshape(-1) for leaf in jax.tree.leaves(outputs)])
-
-
-def _real(data: PyTree, mask: Mask) -> PyTree:
-    """Return the samples without padding."""
-    if isinstance(mask, dict):
-        return {name: _real(entry, mask[name]) for name, entry in data.items()}
-    return data if mask is None else jax.tree.map(lambda leaf: leaf[mask.astype(bool)], data)
+def network_of(problem: Problem) -> Network:
+    """Return the module that a problem was made of; raise if it was not made of one."""
+    objective = problem.given[0]
+    if not isinstance(objective, Value):
+        raise InvalidInput("training(problem, train) takes a problem of fs.torch.problem.")
+    return objective.called.network
 
 
 def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
