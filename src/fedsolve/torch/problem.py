@@ -158,7 +158,7 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
         found = check_function(name, function, network, samples, entry, smooth=not test)
         own = Compiled(name, function, network, samples, entry, sums, None if test else size)
         try:
-            own.look_ahead(network.params, samples)
+            own.look_ahead(network.params, samples, training=not test)
             if not test or sum(np.size(leaf) for leaf in jax.tree.leaves(samples)) <= COMPARED:
                 compare(own, samples, found, smooth=not test)
         except CannotCompile as reason:
