@@ -11,7 +11,7 @@ from jaxtyping import Bool
 
 from fedsolve.data.clients import read_clients, tensors_as_arrays
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Leaf, Mask, Samples
+from fedsolve.problem.samples import Leaf, Mask, Pieces, Samples
 from fedsolve.types import PyTree
 
 
@@ -103,14 +103,33 @@ def pool(samples: Samples) -> Samples:
         return rows[None]
 
     mask = samples.mask
+
+    def join_any(leaf: Leaf | Pieces, mask: Mask) -> np.ndarray | Pieces:
+        return _pool_pieces(leaf, mask) if isinstance(leaf, Pieces) else join(leaf, mask)
+
+    def is_pieces(node: object) -> bool:
+        return isinstance(node, Pieces)
+
     if isinstance(mask, dict):
         values = {
-            name: jax.tree.map(lambda leaf, name=name: join(leaf, mask[name]), entry)
+            name: jax.tree.map(
+                lambda leaf, name=name: join_any(leaf, mask[name]), entry, is_leaf=is_pieces
+            )
             for name, entry in samples.values.items()
         }
     else:
-        values = jax.tree.map(lambda leaf: join(leaf, mask), samples.values)
+        values = jax.tree.map(lambda leaf: join_any(leaf, mask), samples.values, is_leaf=is_pieces)
     return Samples(values, jax.tree.map(lambda real: join(real, real), mask))
+
+
+def _pool_pieces(pieces: Pieces, mask: Mask) -> Pieces:
+    """Return all clients' pieces as those of one client, without the ones that pad."""
+    real, owner = np.asarray(mask), np.asarray(pieces.owner)
+    place = np.cumsum(real.ravel()).reshape(real.shape) - 1  # of each sample in the pool
+    kept = owner < real.shape[1]
+    client = np.nonzero(kept)[0]
+    values = jax.tree.map(lambda leaf: np.asarray(leaf)[kept][None], pieces.values)
+    return Pieces(values, place[client, owner[kept]].astype(np.int32)[None], pieces.most)
 
 
 def _check_same_structure(clients: Sequence[PyTree]) -> None:
