@@ -82,7 +82,8 @@ def dense(m):
 
 
 def sparse(m):
-    rows, labels = (part[:ROWS] for part in fs.problems.like_real_sim())
+    rows, labels = fs.problems.like_real_sim()
+    rows, labels = rows[:ROWS], labels[:ROWS]
     problem = fs.problems.sparse_regression(rows, labels, m)
     parts = deal(len(labels), m, 0)
     own = [(rows[part], rows[part].T.tocsr(), labels[part]) for part in parts]
