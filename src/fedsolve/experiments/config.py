@@ -33,7 +33,7 @@ Settings = Mapping[str, object] | Iterable[str] | None  # by dotted key, or `key
 SEED_KEYS = ("seed", "seeds", "instances")
 HOW_KEYS = ("evaluate_every", "precision", "clients_at_once", "stop", "devices")
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
-DEPLOY_KEYS = ("deadline", "quorum", "sites")
+DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience")
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
@@ -374,7 +374,7 @@ def _check_deploy(key: str, value: object) -> None:
         check_count(name, value)
         return
     number = scalar(name)(value)
-    check_positive(name, number, zero=key == "quorum")
+    check_positive(name, number, zero=key in ("quorum", "patience"))
     if key == "quorum" and number > 1:
         raise InvalidInput(f"{name} is a part of the clients asked, at most 1, got {value}.")
 

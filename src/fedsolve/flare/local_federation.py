@@ -21,7 +21,14 @@ from fedsolve.flare.processes import (
     temporary_folder,
 )
 from fedsolve.flare.provisioning import ADMIN, make_kits
-from fedsolve.flare.supervisor import Runs, Tell, saved_runs, supervise
+from fedsolve.flare.supervisor import (
+    Records,
+    Runs,
+    Tell,
+    participations,
+    saved_runs,
+    supervise,
+)
 
 SERVER = "localhost"
 RUN = "local"  # the name of the only run of `deploy_local`
@@ -86,10 +93,11 @@ def local_federation(
             stop(list(started.values()))
 
 
-def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, str]:
-    """Run an experiment over a federation on this machine; return its runs and its status.
+def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, Records, str]:
+    """Run an experiment over a federation on this machine.
 
-    The status is `finished`, or `interrupted` after Ctrl-C.
+    Returns its runs, which sites took part in them, and its status: `finished`, or `interrupted`
+    after Ctrl-C.
     """
     fewest = min(problem.n for problem, _ in experiment.cells.values())
     if not 1 <= sites <= fewest:
@@ -101,7 +109,8 @@ def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, 
             run_on(federation, experiment, RUN, tell)
         except KeyboardInterrupt:
             status = "interrupted"
-        return saved_runs(experiment, federation.home(RUN)), status
+        home = federation.home(RUN)
+        return saved_runs(experiment, home), participations(experiment, home), status
 
 
 def _imported_names(table: object) -> list[str]:

@@ -63,6 +63,8 @@ class SiteClients:
         algorithm: The algorithm.
         seed: The run's seed.
         precision: The run's precision.
+        say: Called with a sentence for this machine's owner if a question is refused, or if the
+            answer cannot be used.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class SiteClients:
         algorithm: Algorithm,
         seed: int,
         precision: str | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
     ):
+        self._say = say
         self._lock = threading.Lock()
         self._precision = precision
         with precision_of(precision) as dtype:
@@ -117,6 +121,7 @@ class SiteClients:
                     return encode({"status": "ok"}, self._values(head, "round"))
                 return self._ask(head, arrays)
             except Refused as refused:
+                self._say(str(refused))
                 return encode({"status": "refused", "reason": str(refused)}, {})
 
     def _know(self, total: int) -> None:
@@ -141,7 +146,9 @@ class SiteClients:
     def _values(self, head: Table, name: str) -> dict[str, PyTree]:
         """Return the clients' values at w, at the end of the round with that name in the head."""
         round, first = (jnp.int32(_whole(head, each)) for each in (name, "first"))
-        return {"values": self._evaluate(jnp.asarray(self._w), self._seed, round, first)}
+        values = self._evaluate(jnp.asarray(self._w), self._seed, round, first)
+        self._check_finite("the objective or the constraint", values)
+        return {"values": values}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
@@ -172,6 +179,7 @@ class SiteClients:
             return known.reply
         rows = jax.tree.map(lambda leaf: leaf[in_order(local)], self._before(number, used))
         moved, reply = self._compute(number, round, clients, local, rows, message)
+        self._check_finite(f"the reply to '{exchange.method}'", reply)
         moves = not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
         values = {} if look is None else self._values(head, "look")
@@ -187,6 +195,12 @@ class SiteClients:
         if self._journal.is_long():
             self._journal.restart(self._everything())
         return answer
+
+    def _check_finite(self, what: str, tree: PyTree) -> None:
+        """Tell the owner about values that the server will refuse."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        if not all(np.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)):
+            self._say(f"{what} is not finite; check the data")
 
     def _compute(
         self,
