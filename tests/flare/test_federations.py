@@ -113,7 +113,7 @@ def test_a_real_federation_follows_the_simulation(federation, names):
         "run": {"rounds": 20, "precision": "float64"},
         "variants": {name: {"algorithm.name": name} for name in names},
     }
-    wanted = config.resolve("same", table)
+    wanted = config.resolve("same", table, [PROBLEM, ALGORITHM])
     runs = run_on(federation, wanted, f"same-{len(names)}", lambda news: None)
     assert list(runs) == list(names)
     for variant, (run,) in runs.items():
@@ -254,7 +254,8 @@ def test_the_commands_of_an_owner(tmp_path):
         sites = [start("site", str(kits / n), "--data", f"{n}.toml") for n in ("north", "south")]
         words = ["--set", "problem.kind=clinic:screening", "--set", "problem.clients=4"]
         words += ["--set", "algorithm.participants=3", "--set", "deploy.sites=2"]
-        words += ["--set", "run.precision=float64", "--rounds", "5", "--kit", admin]
+        words += ["--allow", "clinic:screening", "--set", "run.precision=float64"]
+        words += ["--rounds", "5", "--kit", admin]
         status, told = done(
             "submit", "neyman-pearson", *words, "--run", "first", "--out", "x", "--track", "mlflow"
         )

@@ -25,7 +25,7 @@ from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.local_federation import deploy_local
 from fedsolve.flare.participation import gaps
 from fedsolve.flare.processes import keep_running, start_server, start_site, temporary_folder
-from fedsolve.flare.site_config import load_clients, read_owners_file
+from fedsolve.flare.site_config import allowed_names, load_clients, read_owners_file
 from fedsolve.flare.supervisor import (
     NotReady,
     Records,
@@ -87,24 +87,25 @@ def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
     """
     place = _kit(kit, "fed_server.json")
     check_certificate(place)
-    if owners is not None:
-        read_owners_file(Path(owners))
+    own = None if owners is None else Path(owners)
+    if own is not None:
+        allowed_names(read_owners_file(own))
     if admin_kit is not None:
         admin = _kit(admin_kit, "fed_admin.json")
-        threading.Thread(target=_continue_runs, args=(place, admin), daemon=True).start()
-    own = None if owners is None else Path(owners)
+        threading.Thread(target=_continue_runs, args=(place, admin, own), daemon=True).start()
     start = functools.partial(start_server, place, own)
     return _foreground(start, place, "the server is running; stop it with Ctrl-C")
 
 
-def _continue_runs(kit: Path, admin_kit: Path) -> None:
+def _continue_runs(kit: Path, admin_kit: Path, owners: Path | None) -> None:
     """Supervise the runs that were not finished when the server went down."""
+    names = [] if owners is None else allowed_names(read_owners_file(owners))
     for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
         run = kept.parent.name
         if not (kept.parent / "done").exists():
             terminal.out.print(f"continuing {run}", markup=False)
-            experiment = resolve(run, json.loads(kept.read_text()))
             try:
+                experiment = resolve(run, json.loads(kept.read_text()), names)
                 supervise(Admin(admin_kit), experiment, run, _print_note, _sites(experiment))
             except InvalidInput as error:
                 terminal.out.print(f"{run}: {error}", markup=False)

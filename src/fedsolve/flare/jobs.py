@@ -22,6 +22,7 @@ import jax
 from nvflare.collab import collab
 
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.allowed import Allowed
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import read
@@ -56,7 +57,8 @@ def built(text: str) -> Experiment:
     """Build the experiment that a job carries, from what this machine's owner allows."""
     owner = os.environ.get(OWNER)
     names = allowed_names(read_owners_file(Path(owner))) if owner else []
-    experiment = resolve("deployed", json.loads(text), names)
+    allowed = Allowed(frozenset(names), files=False)
+    experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     if experiment.instances is not None:
