@@ -176,6 +176,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
     wanted = config.resolve("test", table)
     runs = [fs.solve(*wanted.cells[""], seed=seed, **wanted.options) for _, seed in wanted.runs]
     link = {"answered": ["a"], "milliseconds": 1.0, "wire_sent": 9, "wire_received": 9}
+    link |= {"missing": {}, "clients": 3, "ended": 0.0}
 
     def deployed(experiment, sites, tell):
         tell({"note": "starting"})
@@ -185,7 +186,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
                 if (cell, k) != (1, 2):
                     row = {name: values[k].item() for name, values in numbers.items()}
                     tell({"cell": cell, "variant": "", "seed": run.seed} | row | link)
-        return {"": runs}, "finished"
+        return {"": runs}, {}, "finished"
 
     monkeypatch.setattr(commands, "deploy_local", deployed)
     assert commands.local(wanted, 2, "x", [f"{__name__}:Seen"]) == 0

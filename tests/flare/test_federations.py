@@ -220,8 +220,11 @@ def test_the_commands_of_an_owner(tmp_path):
     allow = '[allow]\nproblems = ["clinic:screening"]\n'
     problem = fs.problems.neyman_pearson(clients=4)
     np.savez(tmp_path / "north.npz", **{k: v[:3] for k, v in problem.samples.values.items()})
-    (tmp_path / "north.toml").write_text(f'[data]\nloader = "npz"\npath = "north.npz"\n{allow}')
-    (tmp_path / "south.toml").write_text(f"[data]\nshare = [3, 1]\n{allow}")
+    limits = "[limits]\ndigits = 17\n"  # values as in the simulation
+    (tmp_path / "north.toml").write_text(
+        f'[data]\nloader = "npz"\npath = "north.npz"\n{allow}{limits}'
+    )
+    (tmp_path / "south.toml").write_text(f"[data]\nshare = [3, 1]\n{allow}{limits}")
     (tmp_path / "server.toml").write_text(allow)
     started = []
 

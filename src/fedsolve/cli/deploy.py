@@ -22,6 +22,7 @@ from fedsolve.flare import provisioning
 from fedsolve.flare.admin import Admin
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.kit_checks import check_certificate, check_connection
+from fedsolve.flare.limits import Limits
 from fedsolve.flare.local_federation import deploy_local
 from fedsolve.flare.participation import gaps
 from fedsolve.flare.processes import keep_running, start_server, start_site, temporary_folder
@@ -117,6 +118,7 @@ def site(kit: str, owners: str) -> int:
     Its data must be readable and the server must accept it.
     """
     load_clients(Path(owners))
+    Limits.of(read_owners_file(Path(owners)))
     place = _kit(kit, "fed_client.json")
     check_certificate(place)
     check_connection(place)

@@ -26,6 +26,7 @@ from fedsolve.experiments.allowed import Allowed
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import read
+from fedsolve.flare.limits import Guard, Limits
 from fedsolve.flare.participation import missing
 from fedsolve.flare.processes import HOME, OWNER
 from fedsolve.flare.roster import Roster, TooFew
@@ -66,6 +67,12 @@ def built(text: str) -> Experiment:
     return experiment
 
 
+def owners_limits() -> Limits:
+    """Return the limits of this machine's owner."""
+    with _details_in_log():
+        return Limits.of(read_owners_file(Path(os.environ[OWNER])))
+
+
 def _run_folder(run: str) -> Path:
     """Return the folder in which this machine keeps a run; make it if needed."""
     home = Path(os.environ[HOME], "runs", run)
@@ -97,6 +104,7 @@ class SiteJob:
             with _details_in_log():
                 check_data(Path(os.environ[OWNER]))
             self._experiment = built(self._text)
+            owners_limits().check_problems(self._experiment)
         except Exception as error:
             self._trouble = _reason(error)
             self._say(self._trouble)
@@ -137,9 +145,14 @@ class SiteJob:
                 raise InvalidInput("An older job of this run is still running here.")
             with _details_in_log():
                 own = site_problem(problem, Path(os.environ[OWNER]))
-            precision = experiment.options.get("precision")
-            place = home / str(cell)
-            clients = SiteClients(place, own, algorithm, seed, precision, self._say)
+            limits, options = owners_limits(), experiment.options
+            limits.check_samples(own)
+            place, every = home / str(cell), options.get("evaluate_every", 1)
+            place.mkdir(exist_ok=True, mode=0o700)
+            guard = Guard(limits, place, options["rounds"], every)
+            clients = SiteClients(
+                place, own, algorithm, seed, options.get("precision"), self._say, guard
+            )
             self._shares = {cell: clients}
         return self._shares[cell]
 

@@ -13,6 +13,7 @@ import tomli_w
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment
 from fedsolve.flare.admin import Admin
+from fedsolve.flare.limits import EXACT
 from fedsolve.flare.processes import (
     free_port,
     start_server,
@@ -31,6 +32,8 @@ from fedsolve.flare.supervisor import (
 )
 
 SERVER = "localhost"
+# All data are on this machine, and results are to be those of the simulation.
+NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\n"
 RUN = "local"  # the name of the only run of `deploy_local`
 
 
@@ -82,7 +85,7 @@ def local_federation(
             for name, first, end in zip(names, ends, ends[1:], strict=False):
                 file = kits[name] / "site.toml"
                 data = f"[data]\nshare = [{first}, {end - first}]\n\n"
-                file.write_text(data + allowed, encoding="utf-8")
+                file.write_text(data + allowed + NO_LIMITS, encoding="utf-8")
                 started[name] = start_site(kits[name], file)
             admin = Admin(kits[ADMIN])
             try:

@@ -29,6 +29,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.state import SeedWords, evaluation_key
 from fedsolve.flare.journal import Journal, Parts
+from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
@@ -65,6 +66,7 @@ class SiteClients:
         precision: The run's precision.
         say: Called with a sentence for this machine's owner if a question is refused, or if the
             answer cannot be used.
+        guard: The owner's limits; None for none.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class SiteClients:
         seed: int,
         precision: str | None = None,
         say: Callable[[str], None] = lambda sentence: None,
+        guard: Guard | None = None,
     ):
-        self._say = say
+        self._say, self._guard = say, guard
         self._lock = threading.Lock()
         self._precision = precision
         with precision_of(precision) as dtype:
@@ -107,22 +110,33 @@ class SiteClients:
     def answer(self, data: bytes) -> bytes:
         """Answer a question; one that cannot be answered gets the reason."""
         with self._lock, precision_of(self._precision):
+            head: Table = {}
             try:
                 head, arrays = decode(data, self._most())
-                kind = head.get("kind")
-                if kind == "hello":
-                    self._know(_whole(head, "total"))
-                    return encode({"status": "ok", "clients": self._count}, {})
-                if kind not in ("ask", "evaluate"):
-                    raise Refused(f"no such kind of question: {str(kind)[:40]}")
-                if not self._catch_up(head, arrays):
-                    return encode({"status": "behind"}, {})
-                if kind == "evaluate":
-                    return encode({"status": "ok"}, self._values(head, "round"))
-                return self._ask(head, arrays)
+                answer = self._answer(head, arrays)
+                self._note(head, f"{len(answer)} bytes")
+                return answer
             except Refused as refused:
                 self._say(str(refused))
+                self._note(head, f"refused: {refused}")
                 return encode({"status": "refused", "reason": str(refused)}, {})
+
+    def _answer(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
+        kind = head.get("kind")
+        if kind == "hello":
+            self._know(_whole(head, "total"))
+            return encode({"status": "ok", "clients": self._count}, {})
+        if kind not in ("ask", "evaluate"):
+            raise Refused(f"no such kind of question: {str(kind)[:40]}")
+        if not self._catch_up(head, arrays):
+            return encode({"status": "behind"}, {})
+        if kind == "evaluate":
+            return encode({"status": "ok"}, self._values(head, "round"))
+        return self._ask(head, arrays)
+
+    def _note(self, head: Table, answer: str) -> None:
+        if self._guard is not None:
+            self._guard.log(head, answer)
 
     def _know(self, total: int) -> None:
         """Learn how many clients all sites have together, which can decide shapes of messages."""
@@ -145,10 +159,13 @@ class SiteClients:
 
     def _values(self, head: Table, name: str) -> dict[str, PyTree]:
         """Return the clients' values at w, at the end of the round with that name in the head."""
-        round, first = (jnp.int32(_whole(head, each)) for each in (name, "first"))
-        values = self._evaluate(jnp.asarray(self._w), self._seed, round, first)
+        round, first = (_whole(head, each) for each in (name, "first"))
+        if self._guard is not None:
+            self._guard.evaluation(round, self._w)
+        at = jnp.int32(round), jnp.int32(first)
+        values = self._evaluate(jnp.asarray(self._w), self._seed, *at)
         self._check_finite("the objective or the constraint", values)
-        return {"values": values}
+        return {"values": values if self._guard is None else self._guard.values(values)}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
