@@ -124,9 +124,10 @@ class Guard:
             found = {"count": 0, "round": 0, "w": ""}
         self._count, self._round, self._w = found["count"], found["round"], found["w"]
 
-    def evaluation(self, round: int, w: np.ndarray) -> None:
-        """Raise `Refused` unless f and g at w may be told after this round."""
-        digest = hashlib.sha256(np.ascontiguousarray(w).tobytes()).hexdigest()
+    def evaluation(self, round: int, at: PyTree) -> None:
+        """Raise `Refused` unless f and g may be told after this round, at these parameters."""
+        leaves = [np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(at)]
+        digest = hashlib.sha256(b"".join(leaves)).hexdigest()
         if (round, digest) == (self._round, self._w):
             return  # the same values again
         last = round == self._rounds
