@@ -1,6 +1,8 @@
 """What an owner lets a server ask."""
 
 import json
+import resource
+import urllib.request
 from decimal import Decimal
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedsolve as fs
+from fedsolve.flare import jobs
 from fedsolve.flare.limits import EXACT, Guard, Limits, fewest_samples, significant
 from fedsolve.flare.processes import HOME, OWNER
 from fedsolve.flare.site import SiteClients
@@ -78,11 +81,14 @@ def test_only_rounds_with_an_evaluation_are_told(tmp_path):
 
 
 def test_an_owner_limits_evaluations(tmp_path):
-    share = guarded(tmp_path, Limits(evaluations=2))
+    """A run with more of them does not begin."""
+    sentence = "The run has 3 evaluations, and this site's owner allows 2; evaluate less often"
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        guarded(tmp_path, Limits(evaluations=2), every=2)
+    share = guarded(tmp_path, Limits(evaluations=2), every=3)
     w = np.ones(examples.least_squares().size)
-    found = [told(share, round, w) for round in (1, 2, 3)]
-    assert found[2] == "its owner allows 2 evaluations of a run"
-    assert "values.0" in found[1]
+    found = [told(share, round, w * round) for round in range(ROUNDS + 2)]
+    assert [round for round, answer in enumerate(found) if "values.0" in answer] == [3, 6]
 
 
 def test_reported_values_are_rounded_and_replies_are_not(tmp_path):
@@ -138,7 +144,9 @@ def test_every_set_of_samples_counts():
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"sample": 3}, "takes samples, evaluations, digits, problems"),
+        ({"sample": 3}, "takes samples, evaluations, digits, memory, problems"),
+        ({"memory": "much"}, "limits.memory must be a number"),
+        ({"memory": 0.0}, "limits.memory must be positive"),
         ({"samples": 0}, "limits.samples must be a whole number"),
         ({"digits": "all"}, "limits.digits must be a whole number"),
         ({"problems": "adult"}, "limits.problems takes a list"),
@@ -150,10 +158,38 @@ def test_wrong_limits_are_refused(table, sentence):
         Limits.of({"limits": table})
 
 
+def test_a_problem_may_not_take_more_memory_than_allowed():
+    """One of 56 GiB was built, or ended the process."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limits = Limits(memory=0.5)
+    refused = pytest.raises(fs.InvalidInput, match=r"needs more memory than .* allows: 0.5 GiB")
+    with refused, limits.memory_limited():
+        fs.problems.linear_regression(clients=1000, size=100_000)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with limits.memory_limited():
+        assert fs.problems.linear_regression(clients=4, size=3).n == 4
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_job_downloads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSOLVE_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(HOME, str(tmp_path / "home"))
+    monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
+    monkeypatch.setenv("FEDSOLVE_OFFLINE", "1")  # as every server and site is started
+    asked = []
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: asked.append(1) or 1 / 0)
+    (tmp_path / "site.toml").write_text("[data]\nshare = [0, 2]\n")
+    table = experiment(4).resolved | {"problem": {"kind": "adult"}}
+    site = jobs.SiteJob(json.dumps(table), "x")
+    site.start()
+    head, _ = decode(site.answer(0, encode({"kind": "hello", "total": 0}, {})), 0)
+    assert head["reason"].endswith("is not on this machine, and jobs download nothing.")
+    assert asked == []
+
+
 def test_a_job_keeps_to_the_owners_limits(tmp_path, monkeypatch):
     """The limits of a site's file hold for its jobs; the defaults, too."""
-    from fedsolve.flare import jobs
-
     monkeypatch.setenv(HOME, str(tmp_path / "home"))
     monkeypatch.setenv(OWNER, str(tmp_path / "site.toml"))
     hello = encode({"kind": "hello", "total": 0}, {})

@@ -57,9 +57,10 @@ REPORT_TIMEOUT = 5.0  # seconds in which the administrator can fetch a finished 
 def built(text: str) -> Experiment:
     """Build the experiment that a job carries, from what this machine's owner allows."""
     owner = os.environ.get(OWNER)
-    names = allowed_names(read_owners_file(Path(owner))) if owner else []
-    allowed = Allowed(frozenset(names), files=False)
-    experiment = resolve("deployed", json.loads(text), allowed)
+    table = read_owners_file(Path(owner)) if owner else {}
+    allowed = Allowed(frozenset(allowed_names(table)), files=False)
+    with Limits.of(table).memory_limited():
+        experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     if experiment.instances is not None:

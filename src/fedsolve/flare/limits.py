@@ -6,6 +6,7 @@ Written in `site.toml`; these are the defaults:
     samples = 5             # least samples of a client that takes part
     evaluations = 10000     # evaluations of f and g in one run
     digits = 6              # significant digits of the values of f and g that are reported
+    memory = 8.0            # GiB that building a job's problem may take
     problems = ["adult"]    # built-in problems that jobs may name; all if left out
 
 An evaluation is answered once for each round after which the run evaluates, in order, at one w.
@@ -14,18 +15,22 @@ Every question is a line in the run's `questions.log`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, settings_of
-from fedsolve.fields import check_count
+from fedsolve.fields import check_count, check_positive, scalar
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.storage.arrays import Refused
@@ -42,6 +47,7 @@ class Limits:
     samples: int = 5
     evaluations: int = 10_000
     digits: int = 6
+    memory: float = 8.0
     problems: tuple[str, ...] | None = None
 
     @classmethod
@@ -55,12 +61,30 @@ class Limits:
             if name in table:
                 check_count(f"limits.{name}", table[name])
         given: Table = dict(table)
+        if "memory" in table:
+            given["memory"] = scalar("limits.memory")(table["memory"])
+            check_positive("limits.memory", given["memory"])
         names = given.get("problems")
         if names is not None:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise InvalidInput("limits.problems takes a list of names.")
             given["problems"] = tuple(name.replace("-", "_") for name in names)
         return cls(**given)
+
+    @contextlib.contextmanager
+    def memory_limited(self) -> Iterator[None]:
+        """Raise if what is built in the block takes more memory than the owner allows."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = psutil.Process().memory_info().vms + int(self.memory * 2**30)
+        limits = [most, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        try:
+            yield
+        except MemoryError:
+            text = f"The problem needs more memory than its owner allows: {self.memory:g} GiB."
+            raise InvalidInput(text) from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
     def check_problems(self, experiment: Experiment) -> None:
         """Raise if a job names a built-in problem that the owner does not want."""
@@ -113,16 +137,24 @@ class Guard:
         home: The run's folder, for the log and for what must outlast a process.
         rounds: The number of rounds of the run.
         evaluate_every: After how many rounds it evaluates.
+
+    Raises:
+        InvalidInput: If the run has more evaluations than the owner allows.
     """
 
     def __init__(self, limits: Limits, home: Path, rounds: int, evaluate_every: int):
         self._limits, self._rounds, self._every = limits, rounds, evaluate_every
+        if (wanted := -(-rounds // evaluate_every)) > limits.evaluations:
+            raise InvalidInput(
+                f"The run has {wanted} evaluations, and this site's owner allows "
+                f"{limits.evaluations}; evaluate less often."
+            )
         self._kept, self._log = home / "evaluations.json", home / "questions.log"
         try:
             found = json.loads(self._kept.read_text())
         except FileNotFoundError:
-            found = {"count": 0, "round": 0, "w": ""}
-        self._count, self._round, self._w = found["count"], found["round"], found["w"]
+            found = {"round": 0, "w": ""}
+        self._round, self._w = found["round"], found["w"]
 
     def evaluation(self, round: int, at: PyTree) -> None:
         """Raise `Refused` unless f and g may be told after this round, at these parameters."""
@@ -137,10 +169,8 @@ class Guard:
             raise Refused(
                 f"it told f and g after round {self._round}, and does not at other parameters"
             )
-        if self._count >= self._limits.evaluations:
-            raise Refused(f"its owner allows {self._limits.evaluations} evaluations of a run")
-        self._count, self._round, self._w = self._count + 1, round, digest
-        kept = {"count": self._count, "round": round, "w": digest}
+        self._round, self._w = round, digest
+        kept = {"round": round, "w": digest}
         self._kept.with_suffix(".new").write_text(json.dumps(kept))
         self._kept.with_suffix(".new").replace(self._kept)
 
