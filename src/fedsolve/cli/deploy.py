@@ -107,9 +107,22 @@ def _continue_runs(kit: Path, admin_kit: Path, owners: Path | None) -> None:
             terminal.out.print(f"continuing {run}", markup=False)
             try:
                 experiment = resolve(run, json.loads(kept.read_text()), names)
-                supervise(Admin(admin_kit), experiment, run, _print_note, _sites(experiment))
+                ending = _continued(Admin(admin_kit), experiment, run)
+                terminal.out.print(f"{run} is {ending}", markup=False)
             except InvalidInput as error:
                 terminal.out.print(f"{run}: {error}", markup=False)
+
+
+def _continued(admin: Admin, experiment: Experiment, run: str) -> str:
+    """Supervise a run to its end, and return how it ended."""
+    without: dict[str, str] = {}
+
+    def tell(news: Table) -> None:
+        _print_note(news)
+        without.update(news.get("without", {}))
+
+    supervise(admin, experiment, run, tell, _sites(experiment))
+    return f"finished without {', '.join(without)}" if without else "finished"
 
 
 def site(kit: str, owners: str) -> int:

@@ -146,7 +146,10 @@ class Admin:
     def overview(self) -> list[str]:
         """Return a line for each site and job, with the newest round of jobs that run."""
         lines = [f"site {name}" for name in sorted(self.sites())]
-        for job in self._do(lambda session: session.list_jobs()):
+        jobs = self._do(lambda session: session.list_jobs())
+        by_time = sorted(jobs, key=lambda job: str(job.get("submit_time", "")))
+        newest = {job["job_name"]: job["job_id"] for job in by_time}.values()
+        for job in jobs:
             lines.append(f"job {job['job_name']}: {job['status']}")
             if job["status"] == "RUNNING" and (last := self.last_round(job["job_id"])) is not None:
                 answered = ", ".join(last["answered"])
@@ -154,8 +157,9 @@ class Admin:
                     f", round {last['round']}, f {last['objective']:.4g}, answered by {answered}"
                 )
                 lines[-1] += "".join(f"; without {s} ({why})" for s, why in last["missing"].items())
-            elif "FINISHED" in job["status"] and (absent := self.missing(job["job_id"])):
-                lines[-1] += f", finished without {', '.join(absent)}"
+            elif "FINISHED" in job["status"] and job["job_id"] in newest:
+                absent = ", ".join(self.missing(job["job_id"]))
+                lines[-1] += f", finished without {absent}" if absent else ""
         return lines
 
     def missing(self, job: str) -> dict[str, str]:
