@@ -199,6 +199,8 @@ def test_a_job_keeps_to_the_owners_limits(tmp_path, monkeypatch):
         site = jobs.SiteJob(json.dumps(experiment(4).resolved | changes), name)
         site.start()
         head, _ = decode(site.answer(0, hello), 0)
+        if site._alone is not None:
+            site._alone.close()
         return head.get("reason", head["status"])
 
     assert said("", "a") == "ok"

@@ -156,7 +156,12 @@ def run(
                 progress=progress,
                 interrupted=stopped,
             )
-        _conclude(result, stopped)
+        own = [name for text in track or [] if ":" in (name := text.partition("=")[0])]
+        again = f"fedsolve run --resume {shlex.quote(str(result.folder))}"
+        again += "".join(
+            f" --allow {shlex.quote(n)}" for n in dict.fromkeys([*(allow or []), *own])
+        )
+        _conclude(result, stopped, again)
 
 
 @contextlib.contextmanager
@@ -176,15 +181,11 @@ def _interval(text: str | None) -> int | str | None:
     return every
 
 
-def _conclude(result: Result, stopped: Flag, again: str | None = None) -> None:
-    """Print what an experiment left, and exit unless it finished.
-
-    `again` is the command that resumes it, by default `fedsolve run --resume`.
-    """
+def _conclude(result: Result, stopped: Flag, command: str) -> None:
+    """Print what an experiment left, and exit unless it finished; the command resumes it."""
     out.print(closing_table(result.runs))
     if not result.unsaved:
         out.print(f"Written to {result.folder}{os.sep}", markup=False, soft_wrap=True)
-    command = again or f"fedsolve run --resume {shlex.quote(str(result.folder))}"
     for missed in result.untracked:
         tell(f"{missed} It is all in {result.folder}; to send it: {command}")
     if result.status == "interrupted" or result.unsaved:

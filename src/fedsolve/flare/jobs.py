@@ -104,8 +104,9 @@ class SiteJob:
             check_run_name(self._run)
             with _details_in_log():
                 check_data(Path(os.environ[OWNER]))
+            limits = owners_limits()
             self._experiment = built(self._text)
-            owners_limits().check_problems(self._experiment)
+            limits.check_problems(self._experiment)
         except Exception as error:
             self._trouble = _reason(error)
             self._say(self._trouble)
