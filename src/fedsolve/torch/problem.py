@@ -33,7 +33,8 @@ from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.layout import Layout
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Leaf, Mask, Samples, as_samples
+from fedsolve.problem.samples import Leaf, Mask, Samples
+from fedsolve.problem.stacking import as_samples
 from fedsolve.torch.callback import call
 from fedsolve.types import Vector
 
@@ -94,7 +95,7 @@ def problem(
     """
     check_kind("module", module, torch.nn.Module)
     model = _Model(module)
-    samples = as_samples(jax.tree.map(_array, clients))
+    samples = as_samples(clients)
     entry = None
     if samples.mask is not None and not isinstance(samples.values, dict):
         entry = "all"  # Problem hands a mask over as one more entry of a dict
