@@ -90,7 +90,7 @@ class Samples(eqx.Module):
     @property
     def has_pieces(self) -> bool:
         """Whether some samples are stored as pieces of rows."""
-        return any(_is_pieces(node) for node in jax.tree.leaves(self.values, is_leaf=_is_pieces))
+        return any(is_pieces(node) for node in jax.tree.leaves(self.values, is_leaf=is_pieces))
 
     @property
     def is_one_set(self) -> bool:
