@@ -57,6 +57,7 @@ from fedsolve.participation.strategic import (
 )
 from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
@@ -152,7 +153,7 @@ class IncentFedAvg(CompressedTraining):
     ) -> tuple[Vector | None, dict[str, Packet | Float[Array, ""]]]:
         count = jnp.ceil(N[client.index])
         subset = client.restricted(count, jax.random.fold_in(client.key, SUBSET))
-        total = self.descend(subset, subset.grad)
+        total = self.descend(subset, subset.grad, Follows())
         residual, packet = self.compress(client, residual, total)
         contribution = self.game.respond(client.index, N, self.game_step_size)
         return residual, {"contribution": contribution, "update": packet}

@@ -7,7 +7,6 @@ carry a mask; see `stacking` for the stacking and `padding` for losses on padded
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -87,6 +86,11 @@ class Samples(eqx.Module):
         if self.mask is not None:
             return sum(_count(mask) for mask in jax.tree.leaves(self.mask))
         return max(_length(leaf) for leaf in _arrays(self.values))
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether some samples are stored as pieces of rows."""
+        return any(_is_pieces(node) for node in jax.tree.leaves(self.values, is_leaf=_is_pieces))
 
     @property
     def is_one_set(self) -> bool:
@@ -187,15 +191,6 @@ class Samples(eqx.Module):
         )
 
 
-def as_samples(clients: PyTree) -> Samples:
-    """Return the data that a user gave for all clients as samples with their mask."""
-    if isinstance(clients, Samples):
-        return clients
-    if isinstance(clients, dict) and all(np.ndim(m) == 2 for m in _leaves(clients.get("mask"))):
-        return Samples({k: v for k, v in clients.items() if k != "mask"}, clients["mask"])
-    return Samples(clients)
-
-
 def sets_of(stacked: Samples) -> int:
     """Return the number of separate sets of samples, of which a subset keeps one sample each."""
     return len(stacked.mask) if isinstance(stacked.mask, dict) else 1
@@ -259,11 +254,6 @@ def _shares(key: PRNGKey, sizes: Int[Array, " k"], count: Int[Array, ""]) -> Int
     shares = jnp.diff(jnp.minimum(rounded, count).at[-1].set(count), prepend=0)
     spare = jnp.sum(shares == 0)
     return jnp.maximum(shares.at[jnp.argmax(shares)].add(-spare), 1)
-
-
-def _leaves(mask: Mask) -> list[Any]:
-    """Return the mask's leaves; for no mask, one leaf without axes."""
-    return jax.tree.leaves(mask) or [None]
 
 
 def _choose_rows(

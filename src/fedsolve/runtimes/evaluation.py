@@ -135,12 +135,13 @@ def evaluate_state(
 
 
 def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None) -> Info:
-    """Return f, g and the metrics at w from clients' values there.
+    """Return f, g and the metrics at w from clients' values there, and of how many clients.
 
     With `shares` there is also the f (and the g, where it is a mean) in which clients count by
     these. With an entry `gradient` there is also ‖∇f(w)‖².
     """
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
+    found["clients_evaluated"] = jnp.int32(len(values["objective"]))
     if "gradient" in values:
         parts = values["gradient"]  # of some clients together each
         slope = weighted_sum(jnp.full(len(parts), 1 / len(values["objective"])), parts)
