@@ -75,7 +75,9 @@ class Simulation(Federation):
         def run(states: PyTree) -> tuple[PyTree, Reply]:
             data = self._problem.samples, states
             if self.known is not None and exchange.w is self._state.w:
-                together = block_size(data, len(cohort))
+                together = self._options.clients_at_once
+                if together is None and (block := block_size(data, len(cohort))) is not None:
+                    together = min(8 * block, len(cohort))  # data are read in few rounds only
                 options = dataclasses.replace(self._options, clients_at_once=together)
                 data = states, self.known.gradients
                 return map_clients(jax.vmap(informed), cohort, data, options, rows=whole)
