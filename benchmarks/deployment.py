@@ -104,7 +104,7 @@ def experiment(
         "run": {"rounds": rounds, "evaluate_every": rounds // spans},
         "deploy": {"deadline": 60.0},
     }
-    return config.resolve("deployment", table)
+    return config.resolve("deployment", table, ["deployment:idle", "deployment:Echo"])
 
 
 def federation(sites: int):

@@ -11,13 +11,15 @@ import fedsolve as fs
 from fedsolve.experiments import model_card as cards
 from fedsolve.experiments.registry import PROBLEMS
 from fedsolve.problem.samples import counts
+from fedsolve.runtimes.history import History
 from tests.support import examples
 
 SMALL = {"problem.clients": 5, "algorithm.participants": 3}
 
 
 def card_of(table, folder, **options):
-    ready = fs.experiments.resolve("mine", table)
+    own = [f"{__name__}:{name}" for name in ("torch_problem", "equinox_problem")]
+    ready = fs.experiments.resolve("mine", table, own)
     result = fs.experiments.run(ready, out=folder, **options)
     return result, (folder / "model_card.md").read_text(encoding="utf-8")
 
@@ -139,6 +141,15 @@ def test_fixed_parameters_are_counted_apart(tmp_path):
     )
 
 
+def test_the_share_over_the_tolerance():
+    values = np.array([0.2, 0.04, -0.1, 0.06])
+    told = cards._constraint(values, 0.05)
+    assert told.startswith("the constraint is 0.06 at the end, over the tolerance 0.05; ")
+    assert told.endswith("over it in 50.0% of 4 evaluations, at most 0.2.")
+    assert "over it in 75.0% of 4 evaluations" in cards._constraint(values, None)
+    assert "at the end, within 0 (" in cards._constraint(values[:3], None)
+
+
 CHEAP = ("linear_regression", "neyman_pearson", "phase_retrieval")
 
 
@@ -156,3 +167,17 @@ def test_long_settings_and_html_are_shortened():
     run = fs.solve(problem, fs.FedAvg(0.1), rounds=1)
     assert all(len(value) <= 200 for _, value in cards._settings(run.algorithm))
     assert cards._text("<b>|\n") == "&lt;b>\\| "
+
+
+def test_a_constraint_over_some_of_the_clients_is_unknown():
+    """A deployed run that heard 6 of 8 clients at the end, and all of them before."""
+    history = History(
+        constraint=np.asarray([0.3, -0.1, -0.2]), clients_evaluated=np.asarray([8, 8, 6])
+    )
+    for total, shown in ((8, "8"), (None, "more")):
+        said = cards._constraint(history, 0.0, {"clients": total})
+        assert said.startswith(f"the constraint is -0.2 at the end over 6 of {shown} clients")
+        assert "within" not in said
+    history["clients_evaluated"] = np.asarray([8, 6, 8])
+    said = cards._constraint(history, 0.0, {"clients": 8})
+    assert "within the tolerance 0; it was over it in 50.0% of 2 evaluations" in said

@@ -67,6 +67,7 @@ from fedsolve.fields import (
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.participation.weighting import Weighting
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Info, PRNGKey, Round, Vector
 
@@ -368,7 +369,7 @@ class PPBC(LocalTraining, SelectingTwice):
 
     def pseudo_gradient(self, client: Client) -> Vector:
         """Return ∇f_m(x) or the change of local steps; in PPBC+, divided by q_m."""
-        total = self.descend(client, client.grad)
+        total = self.descend(client, client.grad, Follows())
         if self.availability is None:
             return total
         return total / self.availability.rate(client.index, client.round)

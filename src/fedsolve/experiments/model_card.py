@@ -13,6 +13,7 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.problem.layout import FROZEN, PERSONAL, SHARED, Layout, is_parameter, name_of
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import counts
+from fedsolve.runtimes.history import History
 from fedsolve.solving.result import Run
 from fedsolve.types import PyTree, Table
 
@@ -175,12 +176,13 @@ def _results(variant: str, runs: Sequence[Run], facts: Table) -> Iterator[str]:
     yield "At the parameters after the last round:"
     yield ""
     yield from _table(("seed", *columns), rows)
+    record = facts.get("participation", {})
     for run in runs:
         name = f"{variant}/seed-{run.seed}".lstrip("/")
         tolerance = facts.get("tolerances", {}).get(name)
         if "constraint" in run.history:
             yield ""
-            yield f"Seed {run.seed}: {_constraint(run.history['constraint'], tolerance)}"
+            yield f"Seed {run.seed}: {_constraint(run.history, tolerance, record.get(name))}"
         if said := facts.get("certificates", {}).get(name):
             yield ""
             yield f"Seed {run.seed}, certificate:"
@@ -190,8 +192,18 @@ def _results(variant: str, runs: Sequence[Run], facts: Table) -> Iterator[str]:
             yield "```"
 
 
-def _constraint(values: np.ndarray, tolerance: float | None) -> str:
-    """Say whether the constraint was kept, over all evaluations."""
+def _constraint(history: History, tolerance: float | None, record: Table | None) -> str:
+    """Say whether the constraint was kept, over all evaluations over all clients."""
+    values = history["constraint"]
+    if record is not None:
+        everyone = history["clients_evaluated"] == record["clients"]
+        if not everyone[-1]:
+            number, total = history["clients_evaluated"][-1], record["clients"] or "more"
+            return (
+                f"the constraint is {float(values[-1]):.6g} at the end over {number} of {total} "
+                "clients; whether it holds over all of them is unknown."
+            )
+        values = values[everyone]
     if tolerance is None:
         limit, named = 0.0, "0 (the algorithm has no tolerance)"
     else:

@@ -81,10 +81,12 @@ def save(
     status: str,
     message: str = "",
     data_here: bool = True,
+    participation: Mapping[tuple[str, int], Table] | None = None,
 ) -> None:
     """Write configuration, history, parameters, pictures and facts of these runs.
 
     Certificates need the clients' data: they are left out if `data_here` is false.
+    `participation` has, by variant and seed, the record of a deployed run's sites.
     """
     write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
     facts: Table = {
@@ -94,6 +96,10 @@ def save(
         "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
         **_facts(),
     }
+    if participation:
+        facts["participation"] = {
+            f"{v}/seed-{s}".lstrip("/"): x for (v, s), x in participation.items()
+        }
     labelled = [(v, run) for v, all in runs.items() for run in all if run.evaluated]
     said = {_name(v, run): _certificates(run, data_here) for v, run in labelled}
     facts["certificates"] = {name: "\n".join(texts) for name, texts in said.items() if texts}

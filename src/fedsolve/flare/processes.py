@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from fedsolve.data.download import OFFLINE
 from fedsolve.flare.provisioning import kit_name, prepare
 
 HOME = "FEDSOLVE_HOME"  # environment variable: the folder for what this machine must not lose
@@ -44,7 +45,8 @@ def start_site(kit: Path, owners_file: Path) -> subprocess.Popen:
 def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
     kit = kit.resolve()
     prepare(kit)
-    environment = MEMORY | os.environ | ENVIRONMENT | {HOME: str(kit / "fedsolve")}
+    own = {HOME: str(kit / "fedsolve"), OFFLINE: "1"}  # jobs make no machine look up anything
+    environment = MEMORY | os.environ | ENVIRONMENT | own
     if owners_file is not None:
         environment[OWNER] = str(owners_file.resolve())
     module = f"nvflare.private.fed.app.{role}.{role}_train"
