@@ -95,8 +95,8 @@ __all__ += local_updates.__all__
 
 
 def __getattr__(name: str):
-    if name == "torch":  # an extra, and a slow import: only for those who use it
+    if name in ("nnx", "torch"):  # extras, and slow imports: only for those who use them
         import importlib
 
-        return importlib.import_module("fedsolve.torch")
+        return importlib.import_module(f"fedsolve.{name}")
     raise AttributeError(f"module 'fedsolve' has no attribute {name!r}")

@@ -16,6 +16,9 @@ under Strategic Participation" (2026), Algorithm 1.
 | `contributions` | N̂_r | kept by the server |
 | history `participation`, `weights` | N̂_{r+1}, p_{r+1} | after the round |
 
+Models of round r are averaged with p_{r+1}, as lines 12 and 13 of Algorithm 1 say; `fedsolve.theory`
+tells what that means for the theorems, which are written with p_r.
+
 With bounds that leave no choice, equal for all clients and to their numbers of samples, it is
 FedAvg: to the bit if 1/m is exact (m a power of two), else up to rounding, since the compiler
 treats known weights differently.

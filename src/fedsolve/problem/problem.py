@@ -28,8 +28,8 @@ from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
 from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
-from fedsolve.problem.samples import Samples, as_samples, full_mask
-from fedsolve.problem.stacking import pool
+from fedsolve.problem.samples import Samples, full_mask
+from fedsolve.problem.stacking import as_samples, pool
 from fedsolve.types import Personal, PRNGKey, PyTree, Vector
 
 BUFFERS = ("average", "local", "frozen")
@@ -53,8 +53,9 @@ class Problem(eqx.Module):
     Args:
         objective: f_j, a function of (params, one client's data) that returns a scalar; with a
             third argument `key` if it is random, and with `state` if there is one.
-        clients: All clients' data; every leaf has a leading client axis. `stack_clients` makes it
-            from clients of different sizes.
+        clients: All clients' data; every leaf has a leading client axis. Or a list with the data of
+            each client, which may differ in size: dicts or tuples of arrays, PyTorch datasets or
+            loaders, pandas tables.
         params: The initial parameters, in any structure of floating-point arrays.
         constraint: g_j in the same form as `objective`, or a `Constraint`; None for none.
         domain: X, as a `Domain` or as a function that projects parameters onto it.
@@ -468,7 +469,10 @@ def _check_state(name: str, exact: PerClient, params: PyTree, one: Samples) -> N
     if not isinstance(found, tuple) or len(found) != 2:
         raise InvalidInput(f"With a state, the {name} must return (value, next state).")
     kinds = [
-        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        (
+            jax.tree.structure(tree),
+            [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)],
+        )
         for tree in (one.state, found[1])
     ]
     if kinds[0] != kinds[1]:

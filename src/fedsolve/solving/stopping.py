@@ -18,7 +18,7 @@ import equinox as eqx
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import Stop
-from fedsolve.fields import Scalar, check_positive, scalar
+from fedsolve.fields import Scalar, check_positive, optional, scalar
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Flag, PyTree
 
@@ -103,8 +103,8 @@ class StationaryForSize(eqx.Module):
     There are n parameters, m clients and d samples.
 
     Args:
-        accuracy: ε.
-        test: `"paper"`; or `"code"`, which compares ‖∇f(w)‖²/m² instead.
+        accuracy: ε; None for that of Example 5.1, see `fedsolve.theory.fedadmm.tolerance`.
+        test: `"paper"`; or `"code"` for the test of the authors' program.
 
     Example:
         >>> import fedsolve as fs
@@ -113,17 +113,19 @@ class StationaryForSize(eqx.Module):
         'Stationary'
     """
 
-    accuracy: Scalar = eqx.field(converter=scalar("accuracy"), default=1e-3)
+    accuracy: Scalar | None = eqx.field(converter=optional(scalar("accuracy")), default=None)
     test: str = eqx.field(static=True, default="paper")
 
     def __check_init__(self):
-        check_positive("accuracy", self.accuracy)
+        if self.accuracy is not None:
+            check_positive("accuracy", self.accuracy)
 
     def of(self, problem: Problem) -> Stationary:
         """Return the rule for a problem."""
         from fedsolve.theory.fedadmm import tolerance
 
-        return Stationary(tolerance(problem, float(self.accuracy), self.test))
+        accuracy = None if self.accuracy is None else float(self.accuracy)
+        return Stationary(tolerance(problem, accuracy, self.test))
 
     def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         raise InvalidInput("StationaryForSize is a rule for a problem: use its of(problem).")

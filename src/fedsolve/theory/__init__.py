@@ -7,10 +7,12 @@ from fedsolve.theory.estimates import Estimates, estimate
 from fedsolve.theory.fedsgm import fedsgm
 from fedsolve.theory.geometry import Skewness, skewness
 from fedsolve.theory.incentfedavg import (
+    IncentComplexity,
     IncentGuarantee,
     Participation,
     convex_dissimilarity,
     incentfedavg,
+    incentfedavg_rounds,
     participation,
 )
 from fedsolve.theory.reference import Optimum, optimum
@@ -20,6 +22,7 @@ __all__ = [
     "Certificate",
     "Estimates",
     "Guarantee",
+    "IncentComplexity",
     "IncentGuarantee",
     "Optimum",
     "Participation",
@@ -31,6 +34,7 @@ __all__ = [
     "fedadmm",
     "fedsgm",
     "incentfedavg",
+    "incentfedavg_rounds",
     "optimum",
     "participation",
     "skewness",

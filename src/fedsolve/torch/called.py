@@ -151,7 +151,7 @@ class Called:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             before = self._state()
             for index in range(len(leaves[0]) if leaves else 1):
-                one = jax.tree.map(lambda leaf, i=index: leaf[i], self.samples)
+                one = jax.tree.map(lambda leaf, i=index: np.asarray(leaf[i]), self.samples)
                 _, outputs = self._try(index, one)
                 has_gradient |= any(leaf.requires_grad for leaf in jax.tree.leaves(outputs))
             after = self._state()
@@ -186,7 +186,7 @@ class Called:
         if not self.copies.network.trains:
             return False, ()
         state, words = self.copies.network.buffers, np.zeros(2, np.uint32)
-        one = jax.tree.map(lambda leaf: leaf[0], self.samples)
+        one = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.samples)
         with torch.enable_grad():
             self.copies.at(self.copies.w, True, state)
             found = [self._try(0, one, key) for key in (None, words, words + np.uint32(1))]
@@ -194,7 +194,7 @@ class Called:
             np.concatenate([as_array(x).ravel() for x in jax.tree.leaves(outputs)])
             for _, outputs in found
         )
-        buffers = self.copies.at(self.copies.w, True).buffers
+        buffers = found[-1][0].buffers
         changed = [n for n, old in state.items() if not np.array_equal(old, as_array(buffers[n]))]
         self.copies.at(self.copies.w, True, state)
         return bool(changed) or any(not np.array_equal(plain, x) for x in random), tuple(changed)

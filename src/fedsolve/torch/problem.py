@@ -38,7 +38,8 @@ from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.layout import FROZEN, Layout
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Leaf, Samples, as_samples
+from fedsolve.problem.samples import Leaf, Samples
+from fedsolve.problem.stacking import as_samples
 from fedsolve.solving.result import Run
 from fedsolve.torch.called import Called, Copies, Form, Loss, Metric, Value
 from fedsolve.torch.compiled import Compiled
@@ -105,7 +106,7 @@ def problem(
     check_kind("module", module, torch.nn.Module)
     if mode not in MODES:
         raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
-    samples = as_samples(jax.tree.map(_array, clients))
+    samples = as_samples(clients)
     entry = None
     if samples.mask is not None and not isinstance(samples.values, dict):
         entry = ENTRY  # Problem hands a mask over as one more entry of a dict

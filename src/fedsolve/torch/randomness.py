@@ -28,6 +28,7 @@ class seeded(TorchDispatchMode):
     def __init__(self, seed: int):
         super().__init__()
         self._seed = seed
+        self.drew = False  # whether a random operator was run
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,6 +42,7 @@ class seeded(TorchDispatchMode):
         given |= dict(zip(names, args, strict=False)) | kwargs
         if given.get("dropout_p") == 0:  # attention without dropout
             return func(*args, **kwargs)
+        self.drew = True
         drawing = func if "generator" in names else _with_generator(func)
         if drawing is not None:
             return drawing(*args, **kwargs | {"generator": self._generator(given)})
@@ -54,7 +56,7 @@ class seeded(TorchDispatchMode):
             )
         return found
 
-    def _generator(self, given: dict[str, Any]) -> torch.Generator:
+    def _generator(self, given: Any) -> torch.Generator:
         """Return this thread's generator on the device of an operator's arguments."""
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device(given.get("device") or "cpu")
@@ -63,9 +65,7 @@ class seeded(TorchDispatchMode):
         return self._generators[device]
 
 
-def _native_dropout(
-    x: torch.Tensor, rate: float, training: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _native_dropout(x: torch.Tensor, rate: float, training: bool | None) -> Any:
     """Compute PyTorch's operator of this name by one that takes a generator."""
     kept = torch.ones_like(x, dtype=torch.bool)
     if training is False:
@@ -77,7 +77,7 @@ def _native_dropout(
 def _with_generator(func: Any) -> Any:
     """Return the operator that takes the same arguments and a generator; None if there is none."""
 
-    def form(arguments: Any) -> list[tuple[str, str]]:
+    def form(arguments: Any) -> Any:
         return [(a.name, str(a.type)) for a in arguments if a.name != "generator"]
 
     packet = func.overloadpacket

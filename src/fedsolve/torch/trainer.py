@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,9 @@ class Trainer:
         self.name, self.train, self.network = name, train, network
         self.names, self.trained = list(names), None if trained is None else set(trained)
         self.changed, self.datasets = tuple(changed), datasets
+        self.draws = False  # whether it was seen to draw random numbers of PyTorch
+        self._lock, self._unseeded = threading.Lock(), 0  # clients that run without a seed now
+        self._common = torch.get_rng_state()  # PyTorch's state before the first of them
 
     def run(
         self,
@@ -65,28 +69,59 @@ class Trainer:
     ) -> list[Host]:
         """Train one client.
 
+        `seeded` makes every operator slower, so a loop that has drawn nothing yet runs without, and
+        once more where that was wrong.
+
         Returns:
             The change of the parameters w_0 − w_E, the mean of the corrected gradients of its
             steps (the change, if there is no correction), and the buffers.
         """
-        module, params = self._module(w, state or {})
+        given = w, data, mask, order, words, state or {}, correction if corrected else None
+        if not self.draws:
+            with self._lock:
+                if self._unseeded == 0:
+                    self._common = torch.get_rng_state()
+                self._unseeded += 1
+            found = self._run(contextlib.nullcontext(), *given)
+            with self._lock:
+                self._unseeded -= 1
+                if not self._common.equal(torch.get_rng_state()):
+                    torch.set_rng_state(self._common)
+                    self.draws = True
+                if not self.draws:
+                    return found
+        return self._run(seeded(seed_of(words)), *given)
+
+    def _run(
+        self,
+        randomness: contextlib.AbstractContextManager,
+        w: Host,
+        data: PyTree,
+        mask: Mask,
+        order: PyTree,
+        words: Host,
+        state: Mapping[str, Host],
+        correction: Mapping[str, Host] | None,
+    ) -> list[Host]:
+        module, params = self._module(w, state)
         start = {name: p.detach().clone() for name, p in params.items()}
-        seed, directions = seed_of(words), None
+        directions = None
         with contextlib.ExitStack() as stack:
-            if corrected:
+            if correction is not None:
                 stack.enter_context(corrections := self._corrected(params, correction))
-            stack.enter_context(seeded(seed))
+            stack.enter_context(randomness)
             stack.enter_context(torch.enable_grad())
-            found = self.train(module, self._data(w.dtype, data, mask, order), seed)
-            if corrected:
-                directions = corrections.directions()
+            found = self.train(module, self._data(w.dtype, data, mask, order), seed_of(words))
+            if correction is not None:
+                zeros = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+                directions = zeros | corrections.directions()
         after = self._parameters(module if found is None else found)
         change = _joined({name: start[name] - after[name].detach() for name in self.names})
         buffers = dict((module if found is None else found).named_buffers())
         return [
             change.astype(w.dtype, copy=False),
-            change if directions is None else _joined({n: directions[n] for n in self.names}),
-            *(as_array(buffers[name]).copy() for name in sorted(state or {})),
+            change if directions is None else _joined(directions),
+            *(as_array(buffers[name]).copy() for name in sorted(state)),
         ]
 
     def _module(
@@ -150,24 +185,25 @@ class Trainer:
         """Train client 0 once; raise with a sentence if that cannot be right."""
         w = np.concatenate([np.ravel(params[name]) for name in self.names])
         w = w.astype(jax.dtypes.canonicalize_dtype(w.dtype))
-        before, state = _common_randomness(), {n: self.network.buffers[n] for n in self.changed}
-        words = np.array([1, 2], np.uint32)
-        seen = _Watched(self)
-        try:
-            change, *_ = seen.run(w, one.values, one.mask, None, words, state, {})
-        except InvalidInput:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise InvalidInput(f"{self.name} failed on client 0's data: {reason}") from error
-        for (library, advice), old, new in zip(
-            RANDOM.items(), before, _common_randomness(), strict=True
-        ):
-            if old != new:
+        state = {name: self.network.buffers[name] for name in self.changed}
+        words, seen = np.array([1, 2], np.uint32), _Watched(self)
+        for attempt in range(2):  # what is imported on the way may use random numbers, once
+            randomness = seeded(seed_of(words))
+            try:
+                change, *_ = seen.run(randomness, w, one.values, one.mask, None, words, state, None)
+            except InvalidInput:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise InvalidInput(f"{self.name} failed on client 0's data: {reason}") from error
+            if not seen.used:
+                break
+            if attempt:
                 raise InvalidInput(
-                    f"{self.name} uses the random state of {library} that all clients share, so "
-                    f"runs could not be repeated; {advice}."
+                    f"{self.name} uses the random state of {seen.used[0]} that all clients share, "
+                    f"so runs could not be repeated; {RANDOM[seen.used[0]]}."
                 )
+        self.draws = randomness.drew
         moved = seen.moved() - set(self.changed)
         if moved and buffers != "frozen":
             raise InvalidInput(
@@ -182,21 +218,25 @@ class Trainer:
 
 
 class _Watched:
-    """A trainer's single run, after which its module's buffers can be compared."""
+    """A trainer's single run, and what the user's function did besides."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._found = copy.copy(trainer), {}
+        self.used: list[str] = []  # common random states that it moved
         train = trainer.train
 
         def watched(module: torch.nn.Module, data: Any, key: int) -> Any:
+            before = _common_randomness()
             returned = train(module, data, key)
+            after = _common_randomness()
+            self.used = [name for name in RANDOM if before[name] != after[name]]
             kept = module if returned is None else returned
             if isinstance(kept, torch.nn.Module):
                 self._found = {n: as_array(b).copy() for n, b in kept.named_buffers()}
             return returned
 
         self._trainer.train = watched
-        self.run = self._trainer.run
+        self.run = self._trainer._run
 
     def moved(self) -> set[str]:
         """Return the buffers that were changed."""
@@ -211,14 +251,14 @@ RANDOM = {
 }
 
 
-def _common_randomness() -> list[bytes]:
+def _common_randomness() -> dict[str, bytes]:
     """Return the random states that all threads share."""
     legacy = np.random.get_state(legacy=True)  # noqa: NPY002 (to see whether it moved)
-    return [
-        torch.get_rng_state().numpy().tobytes(),
-        np.asarray(legacy[1]).tobytes() + repr(legacy[2:]).encode(),
-        repr(random.getstate()).encode(),
-    ]
+    return {
+        "PyTorch": torch.get_rng_state().numpy().tobytes(),
+        "NumPy": np.asarray(legacy[1]).tobytes() + repr(legacy[2:]).encode(),
+        "Python's random": repr(random.getstate()).encode(),
+    }
 
 
 def _joined(parts: Mapping[str, torch.Tensor]) -> Host:

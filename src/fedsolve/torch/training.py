@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
@@ -44,7 +44,6 @@ from fedsolve.torch.pool import Clients
 from fedsolve.torch.problem import network_of
 from fedsolve.torch.problem import problem as module_problem
 from fedsolve.torch.trainer import Trainer
-from fedsolve.types import Vector
 
 
 def training(
@@ -255,7 +254,7 @@ class Trained:
         parts = [self._shared(work, vector) for vector in (change, directions)]
         return Walked(*parts, structure.unflatten(state))
 
-    def _shared(self, work: LocalWork, full: Vector) -> Vector:
+    def _shared(self, work: LocalWork, full: Array) -> Array:
         """Return the trained part of a vector of all parameters."""
         parts, start = {}, 0
         for name in self.trainers[0].names:
@@ -264,7 +263,7 @@ class Trained:
             start += like.size
         return work.ravel(parts)
 
-    def _in_full(self, work: LocalWork, vector: Vector) -> Vector:
+    def _in_full(self, work: LocalWork, vector: Array) -> Array:
         """Return a vector of the trained parameters with zeros for the others."""
         _, back = jax.vjp(
             lambda full: self._shared(work, full), jnp.zeros(self._size(work), vector.dtype)
