@@ -5,7 +5,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
 
-from fedsolve.torch.problem import load, problem
+from fedsolve.torch.problem import load, problem, state_dict
 from fedsolve.torch.training import training
 
-__all__ = ["load", "problem", "training"]
+__all__ = ["load", "problem", "state_dict", "training"]

@@ -27,8 +27,8 @@ from fedsolve.types import PRNGKey, PyTree
 
 State = dict[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
 BATCH = (
-    "it normalises over the batch, and clients differ in size: give batch_size (and drop_last=True "
-    "with local_epochs), or call .eval() on the normalisation layers"
+    "it normalises over the batch or changes buffers, and clients differ in size: give batch_size "
+    "(and drop_last=True with local_epochs), or call .eval() on the normalisation layers"
 )
 
 
@@ -164,12 +164,13 @@ class Compiled:
         """Call the user's function."""
         return self.function(module, data if self.entry is None else data[self.entry])
 
-    def look_ahead(self, params: State, samples: Samples) -> None:
-        """Trace the function for evaluation and training.
+    def look_ahead(self, params: State, samples: Samples, training: bool) -> None:
+        """Trace the function for evaluation, and for training if that is to come.
 
         Args:
             params: The parameters.
             samples: All clients' samples.
+            training: Whether the function is used in training, too.
 
         Raises:
             CannotCompile: If it cannot be compiled.
@@ -192,18 +193,25 @@ class Compiled:
                 "evaluation mode; change buffers only where model.training is true."
             )
         self._try(params, data, None, "in evaluation, too; draw them where model.training is true")
-        if not self.network.trains:
+        if not (training and self.network.trains):
             return
         if self.batch_size is not None:
             key, size = jax.random.key(0), self.batch_size
             drawn = jax.eval_shape(lambda one: one.draw(key, size).values, _in_jax(one))
             shapes = jax.tree.map(lambda kind, leaf: meta(leaf.shape, kind), self._types, drawn)
             data = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), drawn)
-        program = self.program(shapes, dtype, training=True, twice=True)
+        try:
+            program = self.program(shapes, dtype, training=True, twice=True)
+        except CannotCompile as error:  # batch normalisation refuses a single sample
+            raise CannotCompile(BATCH if "more than 1 value" in str(error) else error) from error
         plain = traced_text(self.network, self._own, shapes, _precision(dtype))
         self.differs_in_training = program.text != plain
         self.changed = tuple(sorted(program.changed))
-        if program.has_batch_statistics and self.is_ragged and self.batch_size is None:
+        if (
+            self.is_ragged
+            and self.batch_size is None
+            and (program.has_batch_statistics or program.changed)
+        ):
             raise CannotCompile(BATCH)
         if self.differs_in_training:
             self._try(params, data, jax.random.key(0), "without a key")

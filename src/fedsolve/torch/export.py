@@ -11,11 +11,13 @@ which decompositions drop, become an operator of our own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -147,11 +149,23 @@ def _prepared(
 def _export(whole: _Whole, given: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
     """Trace to operators that PyTorch's own layers call."""
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
+        with _quiet(), torch.enable_grad():
             return torch.export.export(whole, given, strict=False)
     except Exception as error:
         raise CannotCompile(_reason(error)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PyTorch from logging what we say in a sentence."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _text(exported: torch.export.ExportedProgram) -> str:
@@ -171,7 +185,7 @@ def _program(
 ) -> Program:
     """Reduce an exported graph to operators of the table."""
     statistics = any(
-        str(node.target) == "aten.batch_norm.default" and node.args[5]
+        str(node.target) == "aten.batch_norm.default" and _argument(node, 5, "training")
         for part in exported.graph_module.modules()
         for node in getattr(getattr(part, "graph", None), "nodes", ())
     )
@@ -179,8 +193,7 @@ def _program(
         if isinstance(part, torch.fx.GraphModule):
             _keep_stops(part.graph)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             core = exported.run_decompositions(_decompositions())
     except Exception as error:
         raise CannotCompile(_reason(error)) from error
@@ -211,6 +224,11 @@ def _program(
             raise CannotCompile("it changes the module's parameters")
     nodes = tuple(node for node in graph.nodes if node.op not in ("placeholder", "output"))
     return Program(nodes, inputs, constants, tuple(outputs), changed, structure, statistics, text)
+
+
+def _argument(node: torch.fx.Node, place: int, name: str) -> Any:
+    """Return an argument of an operator, which may be given by place or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 def _keep_stops(graph: torch.fx.Graph) -> None:

@@ -22,6 +22,7 @@ with them.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -35,9 +36,11 @@ from numpy.typing import ArrayLike
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.layout import FROZEN, Layout
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Leaf, Samples
 from fedsolve.problem.stacking import as_samples
+from fedsolve.solving.result import Run
 from fedsolve.torch.called import Called, Copies, Form, Loss, Metric, Value
 from fedsolve.torch.compiled import Compiled
 from fedsolve.torch.descent import callback_problem
@@ -147,7 +150,6 @@ class _Given:
 def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Problem:
     """Make a problem of functions in JAX; raise `CannotCompile` with a reason if it cannot be."""
     network = Network(given.module)
-    params = {name: network.params[name] for name in sorted(network.trainable)}
     size = options.get("batch_size")
 
     def compiled(name: str, function: Callable, sums: bool = False, test: bool = False) -> Compiled:
@@ -157,7 +159,7 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
         found = check_function(name, function, network, samples, entry, smooth=not test)
         own = Compiled(name, function, network, samples, entry, sums, None if test else size)
         try:
-            own.look_ahead(network.params, samples)
+            own.look_ahead(network.params, samples, training=not test)
             if not test or sum(np.size(leaf) for leaf in jax.tree.leaves(samples)) <= COMPARED:
                 compare(own, samples, found, smooth=not test)
         except CannotCompile as reason:
@@ -187,18 +189,33 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
         metrics[name] = Metric(found, form)
     if constraint is not None:
         constraint = constraint.adapt(lambda function, sums=False: Value(function, form))
+    if len(network.trainable) < len(network.params):
+        options = options | {"trainable": _trained(network, options.get("trainable"))}
     if form.changed:
         state = {name: network.buffers[name] for name in form.changed}
         options = options | {"state": state}
-    return Problem(
-        objective=Loss(objective, form),
-        clients=given.samples,
-        params=params,
-        constraint=constraint,
-        test=given.test,
-        metrics=metrics,
-        **options,
-    )
+    try:
+        return Problem(
+            objective=Loss(objective, form),
+            clients=given.samples,
+            params=network.params,
+            constraint=constraint,
+            test=given.test,
+            metrics=metrics,
+            **options,
+        )
+    except InvalidInput as error:
+        if given.samples.mask is None:
+            raise
+        reason = str(error).removesuffix('; let it use data["mask"].')  # torch has no mask
+        raise CannotCompile(reason) from error
+
+
+def _trained(network: Network, trainable: PyTree) -> list[str]:
+    """Return the names of the parameters that need a gradient and are among the user's choice."""
+    kinds = Layout.of(network.params, trainable).kinds
+    named = zip(network.params, kinds or [""] * len(network.params), strict=True)
+    return [name for name, kind in named if name in network.trainable and kind != FROZEN]
 
 
 COMPARED = 10**6  # numbers of test data up to which metrics are compared with PyTorch's
@@ -218,12 +235,13 @@ def _by_callback(given: _Given, options: dict[str, PyTree]) -> Problem:
     )
 
 
-def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module:
-    """Copy parameters, such as `run.params`, into the module.
+def load(module: torch.nn.Module, params: Mapping[str, Leaf] | Run) -> torch.nn.Module:
+    """Copy a result into the module.
 
     Args:
         module: The module that the problem was made of, or one with the same parameters.
-        params: The parameters, by name.
+        params: A run, for its parameters and the buffers that training changed, or parameters (and
+            buffers) by name, such as `run.params`.
 
     Returns:
         The same module.
@@ -240,17 +258,51 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf]) -> torch.nn.Module
         >>> net(torch.ones(2)).tolist()
         [3.0]
     """
-    own = {name: tuple(tensor.shape) for name, tensor in _trainable(module).items()}
-    given = {name: np.shape(array) for name, array in params.items()}
-    if own != given:
-        names = sorted(k for k in own.keys() | given.keys() if own.get(k) != given.get(k))
+    given = params
+    if isinstance(params, Run):
+        given = {**params.params, **(getattr(params.state, "buffers", None) or {})}
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    needed = {name: tuple(tensor.shape) for name, tensor in _trainable(module).items()}
+    known = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    shapes = {name: np.shape(array) for name, array in given.items()}
+    wrong = {name for name, shape in shapes.items() if known.get(name) != shape}
+    wrong |= needed.keys() - shapes.keys()
+    if wrong:
         raise InvalidInput(
-            f"params do not fit the module: names or shapes differ for {', '.join(names)}."
+            f"params do not fit the module: names or shapes differ for {', '.join(sorted(wrong))}."
         )
     with torch.no_grad():
-        for name, tensor in _trainable(module).items():
-            tensor.copy_(torch.from_numpy(np.array(params[name])))
+        for name, array in given.items():
+            held[name].copy_(torch.from_numpy(np.array(array)))
     return module
+
+
+def state_dict(module: torch.nn.Module, run: Run) -> dict[str, torch.Tensor]:
+    """Return a run's parameters and buffers in the form of PyTorch's `state_dict`.
+
+    Args:
+        module: The module that the problem was made of; it stays as it is.
+        run: The run.
+
+    Returns:
+        Tensors by name, for `module.load_state_dict` or `torch.save`.
+
+    Raises:
+        InvalidInput: If the run's parameters do not fit the module.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import numpy as np
+        >>> import torch
+        >>> net = torch.nn.Linear(1, 1)
+        >>> def loss(model, x):
+        ...     return model(x).pow(2).mean()
+        >>> problem = fs.torch.problem(net, loss, np.ones((2, 3, 1)))
+        >>> run = fs.solve(problem, fs.FedSGM(0.1), rounds=1)
+        >>> sorted(fs.torch.state_dict(net, run))
+        ['bias', 'weight']
+    """
+    return dict(load(copy.deepcopy(module), run).state_dict())
 
 
 def network_of(problem: Problem) -> Network:

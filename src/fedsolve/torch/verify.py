@@ -71,9 +71,9 @@ def check_function(
                 again = _called(name, function, module, one, entry, where)
                 if not all(map(_same, outputs, again)):
                     raise InvalidInput(
-                        f"The {name} gives another value in every call, for the same parameters and "
-                        "data; draw random numbers by torch.rand and others where model.training "
-                        "is true."
+                        f"The {name} gives another value in every call, for the same parameters "
+                        "and data; draw random numbers by torch.rand and others where "
+                        "model.training is true."
                     )
             smooth_ones = [x for x in outputs if x.requires_grad]
             has_gradient |= bool(smooth_ones)

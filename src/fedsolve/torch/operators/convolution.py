@@ -1,7 +1,7 @@
 """Convolutions, pooling and resizing.
 
-Two-dimensional ones keep images with their channels last (`Last`). On a CPU, small filters are one
-product with all neighbourhoods (`fedsolve.models.layers.unfolded`).
+Two-dimensional ones keep images with their channels last (`Last`). On a CPU, convolutions are
+products with all neighbourhoods (`fedsolve.models.convolution`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedsolve.models.layers import UNFOLDED, unfolded
+from fedsolve.models.convolution import convolve2d, max_pool2d
 from fedsolve.torch.operators.table import (
     Last,
     Maybe,
@@ -70,9 +70,9 @@ def _convolved(
     maps: Tensor, weight: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> Tensor:
     """Convolve images, by the method that is faster on this device."""
-    around, plain = [(p, p) for p in padding], groups == 1 and set(dilation) == {1}
-    if plain and jax.default_backend() == "cpu" and weight[0].size <= UNFOLDED:
-        return unfolded(maps, weight, stride, around)
+    around = [(p, p) for p in padding]
+    if jax.default_backend() == "cpu":
+        return convolve2d(maps, weight, stride, around, dilation, groups)
     return lax.conv_general_dilated(
         maps,
         weight,
@@ -165,6 +165,8 @@ def max_pool(
         return jnp.where((b > a) | (b != b), b, a)
 
     def pool(maps: Tensor) -> Tensor:
+        if count == 2 and not ceil_mode and jnp.issubdtype(maps.dtype, jnp.inexact):
+            return max_pool2d(maps, kernel, window[1], [(p, p) for p in window[2]], window[3])
         lowest = -jnp.inf if jnp.issubdtype(maps.dtype, jnp.inexact) else jnp.iinfo(maps.dtype).min
         return functools.reduce(larger, _windows(maps, *window, lowest, ceil_mode))
 

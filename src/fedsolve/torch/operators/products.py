@@ -52,29 +52,25 @@ def distances(x: Tensor, y: Tensor, p: Number, compute_mode: int | None = None) 
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
 
 
-@operator("aten.linalg_inv_ex")
-def inverse(x: Tensor, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+@operator("aten.linalg_inv", "aten.inverse")
+def inverse(x: Tensor) -> Tensor:
     """Invert matrices."""
-    return jnp.linalg.inv(x), jnp.zeros(x.shape[:-2], jnp.int32)
+    return jnp.linalg.inv(x)
 
 
-@operator("aten.linalg_cholesky_ex")
-def cholesky(x: Tensor, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+@operator("aten.linalg_cholesky")
+def cholesky(x: Tensor, upper: bool = False) -> Tensor:
     """Factor positive definite matrices."""
     factor = jnp.linalg.cholesky(x)
-    factor = jnp.swapaxes(factor, -1, -2) if upper else factor
-    return factor, jnp.zeros(x.shape[:-2], jnp.int32)
+    return jnp.swapaxes(factor, -1, -2) if upper else factor
 
 
-@operator("aten._linalg_solve_ex")
-def solve(
-    x: Tensor, y: Tensor, left: bool = True, check_errors: bool = False
-) -> tuple[Tensor, ...]:
+@operator("aten.linalg_solve")
+def solve(x: Tensor, y: Tensor, left: bool = True) -> Tensor:
     """Solve linear equations."""
-    if not left or y.ndim < 2:
-        raise NotImplementedError("linalg.solve of vectors or from the right")
-    found = jnp.linalg.solve(x, y)
-    return found, x, jnp.zeros(x.shape[:-1], jnp.int32), jnp.zeros(x.shape[:-2], jnp.int32)
+    if not left:
+        raise NotImplementedError("linalg.solve from the right")
+    return jnp.linalg.solve(x, y)
 
 
 @operator("aten.scaled_dot_product_attention", random=True)
