@@ -37,7 +37,7 @@ from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.problem.stacking import stack_clients
 from fedsolve.solving.result import Run, Sweep
 from fedsolve.solving.solve import solve
-from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
+from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
 
 __version__ = "0.2.0.dev0"
@@ -67,6 +67,7 @@ __all__ = [
     "Replies",
     "Run",
     "Simplex",
+    "Spent",
     "Stationary",
     "StationaryForSize",
     "Statistics",

@@ -11,7 +11,7 @@ from fedsolve.runtimes.evaluation import client_values
 
 
 def program(rows, targets, cohorts, k0, r0, logistic, start, lam=1e-3):
-    """w after every averaging, and ‖mean of gW‖² there. `rows` and `targets`: one of each client."""
+    """w after every averaging and ‖mean of gW‖² there, r_i, and inner steps."""
     m, n = len(rows), rows[0].shape[1]
     dim = np.asarray([len(a) for a in rows])
     ri = np.asarray([np.linalg.norm(a, 2) ** 2 for a in rows]) / dim

@@ -79,7 +79,7 @@ def test_the_script_runs_to_its_end(command, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

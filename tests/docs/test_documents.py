@@ -96,7 +96,9 @@ def test_the_fedadmm_page_runs(capsys):
     assert communications == 2 * averagings < 200
 
 
-TUTORIALS = sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.md"))
+OWN_TEST = {"torch"}  # needs a data set, and files beside it
+PAGES = {path.stem for path in (ROOT / "docs/tutorials").glob("*.md")}
+TUTORIALS = sorted(PAGES - OWN_TEST)
 
 
 @pytest.mark.parametrize("page", ["start", *(f"tutorials/{name}" for name in TUTORIALS)])

@@ -114,6 +114,13 @@ def test_dropout_follows_the_key_and_rests_in_evaluation():
     assert not np.allclose(runs[0].params["out"]["kernel"], runs[2].params["out"]["kernel"])
 
 
+def test_nothing_of_a_traced_call_stays_in_the_problem():
+    problem = fs.nnx.problem(Net(normalised=True, dropout=0.5), loss, clients())
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients())
+    with jax.checking_leaks():
+        jax.jit(problem.given[0])(problem.params, data, jax.random.key(0), problem.state)
+
+
 def test_every_random_layer_draws_its_own_numbers():
     class Twice(nnx.Module):
         def __init__(self):

@@ -223,3 +223,16 @@ def test_one_value_for_a_client_is_its_only_sample():
     assert own.restricted(1, jax.random.key(0)).objective(jnp.ones(1)) == 1
     few = fs.Problem(problem.given[0], problem.samples.values, np.zeros(1), batch_size=4)
     assert client(few, 2).objective(jnp.ones(1)) == 1
+
+
+def test_passes_over_sparse_clients_use_every_row_with_its_label():
+    """A pass of minibatches of 3 over 10 samples, against the dense problem's."""
+    matrix, labels = sparse_rows(28)
+    found = []
+    for problem in (
+        problem_of("sparse", batch_size=3),
+        fs.problems.logistic_regression(matrix.toarray(), labels, 3, seed=3, batch_size=3),
+    ):
+        algorithm = fs.FedAvg(0.5, local_epochs=2)
+        found.append(fs.solve(problem, algorithm, rounds=3, precision="float64").params)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-7, atol=1e-9)

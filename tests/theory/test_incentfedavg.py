@@ -240,7 +240,7 @@ def iterates(problem, algorithm, rounds, seed):
 
 def test_theorem_4_8_holds_with_noise():
     """The mean over runs of f(x̄_avg) − f*, with ν > 0. With H = 1 every step's gradient is that of
-    one sample, uniform over all: Assumption 2.1 (ii), with ν² the variance of a client's samples."""
+    one sample, uniform over all (Assumption 2.1 (ii)); ν² is the variance of a client's samples."""
     problem, points, nu = noisy(0.7, lambda z: 0.5 * z**2)
     N = np.asarray([6.0, 2.0, 1.0])
     game, start, p, rounds = settling_game(N), np.asarray([2.0, 4.0, 6.0]), N / 9, 24_000

@@ -39,7 +39,7 @@ sends the changes of z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i. If α conve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -60,6 +60,7 @@ from fedsolve.compression.compressors import Compressor, Identity
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
+from fedsolve.federation.known import InformedClient
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
@@ -130,6 +131,8 @@ class FedADMM(Participating):
         >>> run.history["cohort"].shape
         (3, 2)
     """
+
+    begins_with_gradients: ClassVar[bool] = True
 
     local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
     penalty: Scalar | Numbers | str = eqx.field(converter=lambda x: _penalty(x), default=0.2)
@@ -271,17 +274,11 @@ class FedADMM(Participating):
         first = slope + state.dual  # s
         ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
-        def iterate(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
-            dual, _, accuracy = carry
-            accuracy = self.decay * accuracy
-            local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
-            return dual + penalty * (local - client.w), local, accuracy
-
         dual = jnp.where(ready > 0, shrunk * first - slope, state.dual)
         local = client.w - last * first / (state.smoothness + penalty)
         accuracy = state.accuracy * self.decay**ready
         start = dual, local, accuracy
-        dual, local, accuracy = lax.fori_loop(ready, self.local_iterations, iterate, start)
+        dual, local, accuracy = self.iterate(client, state, penalty, slope, ready, start)
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
         packet = self.uplink(change, jax.random.fold_in(client.key, 0))
@@ -294,6 +291,35 @@ class FedADMM(Participating):
             penalty=state.penalty,
         )
         return moved, packet if shares is None else (packet, state.penalty - before)
+
+    def iterate(
+        self,
+        client: Client,
+        state: Local,
+        penalty: Number,
+        slope: Vector,
+        ready: Round,
+        start: tuple[Vector, Vector, Number],
+    ) -> tuple[Vector, Vector, Number]:
+        """Take the iterations from `ready` on, which may need gradients; return π_i, w_i, ε_i."""
+
+        def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+            return carry[0] < self.local_iterations
+
+        def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            # at most once, so that samples are read only if some client needs them
+            own = client.reading() if isinstance(client, InformedClient) else client
+
+            def one(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
+                dual, _, accuracy = carry
+                accuracy = self.decay * accuracy
+                local = self.minimise(own, state, penalty, dual, accuracy, slope, k)
+                return dual + penalty * (local - client.w), local, accuracy
+
+            done = jnp.asarray(self.local_iterations, jnp.int32)
+            return done, *lax.fori_loop(carry[0], self.local_iterations, one, carry[1:])
+
+        return lax.while_loop(unfinished, rest, (ready, *start))[1:]
 
     def without_gradients(
         self, state: Local, penalty: Number, size: Number

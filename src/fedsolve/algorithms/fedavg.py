@@ -35,6 +35,7 @@ from fedsolve.fields import (
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
 
@@ -102,5 +103,5 @@ class FedAvg(Averaging):
     # On a client
 
     def improve(self, client: Client, kept: PyTree) -> tuple[PyTree, Packet]:
-        total = self.descend(client, client.grad)
+        total = self.descend(client, client.grad, Follows())
         return self.compress(client, kept, total)

@@ -24,6 +24,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import ClientState, Info, PRNGKey, Vector
 
 
@@ -74,6 +75,8 @@ class FedAvgAll(FedAvg):
         return w
 
     def improve(self, client: Client, kept: Vector) -> tuple[Vector, Packet]:
-        here = client.w - at(self.step_size, client.round) * self.descend(client, client.grad)
+        here = client.w - at(self.step_size, client.round) * self.descend(
+            client, client.grad, Follows()
+        )
         packet = self.uplink(here - kept, self.after_steps(client))
         return kept + packet.dense(), packet

@@ -16,8 +16,8 @@ under Strategic Participation" (2026), Algorithm 1.
 | `contributions` | N̂_r | kept by the server |
 | history `participation`, `weights` | N̂_{r+1}, p_{r+1} | after the round |
 
-Models of round r are averaged with p_{r+1}, as lines 12 and 13 of Algorithm 1 say; `fedsolve.theory`
-tells what that means for the theorems, which are written with p_r.
+Models of round r are averaged with p_{r+1}, as lines 12 and 13 of Algorithm 1 say;
+`theory/incentfedavg.py` tells what that means for the theorems, which are written with p_r.
 
 With bounds that leave no choice, equal for all clients and to their numbers of samples, it is
 FedAvg: to the bit if 1/m is exact (m a power of two), else up to rounding, since the compiler
@@ -57,6 +57,7 @@ from fedsolve.participation.strategic import (
 )
 from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
@@ -152,7 +153,7 @@ class IncentFedAvg(CompressedTraining):
     ) -> tuple[Vector | None, dict[str, Packet | Float[Array, ""]]]:
         count = jnp.ceil(N[client.index])
         subset = client.restricted(count, jax.random.fold_in(client.key, SUBSET))
-        total = self.descend(subset, subset.grad)
+        total = self.descend(subset, subset.grad, Follows())
         residual, packet = self.compress(client, residual, total)
         contribution = self.game.respond(client.index, N, self.game_step_size)
         return residual, {"contribution": contribution, "update": packet}

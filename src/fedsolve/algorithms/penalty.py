@@ -28,6 +28,7 @@ from fedsolve.algorithms.fedsgm import FedSGM, Server
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import PRNGKey, PyTree, Vector
 
 
@@ -72,6 +73,10 @@ class PenaltyFedAvg(FedSGM):
     def average(self, server: Server) -> None:
         """Return None: no theorem is about an average."""
         return
+
+    def follows(self, client: Client, sigma: Float[Array, ""]) -> Follows | None:
+        """Return None: ν is a sum of two gradients."""
+        return Follows() if client.unconstrained else None
 
     def direction(
         self, client: Client, w: Vector, sigma: Float[Array, ""], focus: PyTree, key: PRNGKey

@@ -26,7 +26,7 @@ from fedsolve.experiments.allowed import Allowed
 from fedsolve.federation.clock import LogNormal, Mixture
 from fedsolve.fields import check_kind
 from fedsolve.problem.problem import Problem
-from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
+from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.types import Table
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ PARTICIPATION = _subclasses(
     participation, participation.Weighting, participation.Selection, participation.Availability
 )
 DISTRIBUTIONS = _by_name(LogNormal, Mixture)
-RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum)
+RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum, Spent)
 PARTS: dict[str, Callable[..., object]] = {
     **COMPRESSORS,
     **PARTICIPATION,

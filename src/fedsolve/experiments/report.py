@@ -113,7 +113,7 @@ def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) ->
     Columns with an entry for each member of a drawn cohort have not. The cohorts themselves are
     shown unless every client takes part in every round.
     """
-    if values.ndim != 2:
+    if values.ndim != 2 or name == "picks":  # "cohort" shows these
         return False
     cohort = others.get("cohort")
     if cohort is None:

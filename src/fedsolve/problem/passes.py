@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Leaf, Samples, has_rows
+from fedsolve.problem.samples import Leaf, Pieces, Samples, has_rows, is_pieces
 from fedsolve.types import PRNGKey, Round
 
 
@@ -91,10 +91,12 @@ class Passes:
         index = chosen if order is None else order[chosen]
         rows = jnp.empty(self._rows)
 
-        def take(leaf: Leaf) -> Any:
+        def take(leaf: Leaf | Pieces) -> Any:
+            if isinstance(leaf, Pieces):
+                return leaf.pick(index)
             return leaf[index] if has_rows(leaf, rows) else leaf
 
-        return Samples(jax.tree.map(take, self.samples.values))
+        return Samples(jax.tree.map(take, self.samples.values, is_leaf=is_pieces))
 
 
 def rows_of(samples: Samples) -> int:

@@ -26,6 +26,7 @@ from fedsolve.problem.client import Client
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
+from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
 from fedsolve.problem.samples import Samples, full_mask
 from fedsolve.problem.stacking import as_samples, pool
@@ -323,12 +324,25 @@ class Problem(eqx.Module):
         Returns:
             The new problem; its optimum is not known.
         """
-        objective, constraint = self.given
+        return self._made(self.given[0], clients)
+
+    def with_objective(self, objective: Callable[..., Any]) -> Problem:
+        """Return the same problem with another objective.
+
+        Args:
+            objective: The objective, as for the constructor.
+
+        Returns:
+            The new problem; its optimum is not known.
+        """
+        return self._made(objective, self.samples)
+
+    def _made(self, objective: Callable[..., Any], clients: PyTree) -> Problem:
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
         options |= {"drop_last": self.drop_last, "state": self.state, "buffers": self.buffers}
         options |= {"trainable": self.chosen[0], "personal": self.chosen[1]}
-        return Problem(objective, clients, self.params, constraint, self.domain, **options)
+        return Problem(objective, clients, self.params, self.given[1], self.domain, **options)
 
     def pooled(self) -> Problem:
         """Return the same problem with all samples on one client, for centralized training.
@@ -338,6 +352,12 @@ class Problem(eqx.Module):
         return self.with_clients(pool(self.samples))
 
     # Parts of the model that are not parameters on the server
+
+    @property
+    def trains_itself(self) -> bool:
+        """Whether the objective brings a training loop in place of single local steps."""
+        objective = self.objective.function
+        return isinstance(objective, HasLocalPass) and objective.trains_itself
 
     @property
     def keeps_own(self) -> bool:

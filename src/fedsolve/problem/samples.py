@@ -90,7 +90,7 @@ class Samples(eqx.Module):
     @property
     def has_pieces(self) -> bool:
         """Whether some samples are stored as pieces of rows."""
-        return any(_is_pieces(node) for node in jax.tree.leaves(self.values, is_leaf=_is_pieces))
+        return any(is_pieces(node) for node in jax.tree.leaves(self.values, is_leaf=is_pieces))
 
     @property
     def is_one_set(self) -> bool:
@@ -182,12 +182,12 @@ class Samples(eqx.Module):
                 name: jax.tree.map(
                     lambda leaf, name=name: function(leaf, self.mask[name], order[name]),
                     entry,
-                    is_leaf=_is_pieces,
+                    is_leaf=is_pieces,
                 )
                 for name, entry in self.values.items()
             }
         return jax.tree.map(
-            lambda leaf: function(leaf, self.mask, self.order), self.values, is_leaf=_is_pieces
+            lambda leaf: function(leaf, self.mask, self.order), self.values, is_leaf=is_pieces
         )
 
 
@@ -221,14 +221,15 @@ def has_rows(leaf: Leaf, mask: Shaped[Array, " s"] | Shaped[np.ndarray, " s"]) -
     return leaf.ndim > 0 and len(leaf) == len(mask)
 
 
-def _is_pieces(node: object) -> bool:
+def is_pieces(node: object) -> bool:
+    """Return whether a node of a tree of samples stands for cut samples."""
     return isinstance(node, Pieces)
 
 
 def _arrays(tree: PyTree) -> list[Any]:
     """Return the leaves with one row for each sample: all but pieces."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_pieces)
-    return [leaf for leaf in leaves if not _is_pieces(leaf)]
+    leaves = jax.tree.leaves(tree, is_leaf=is_pieces)
+    return [leaf for leaf in leaves if not is_pieces(leaf)]
 
 
 def _zero_unless(kept: Bool[Array, " p"], values: PyTree) -> PyTree:

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 
 from fedsolve.data.clients import read_clients, tensors_as_arrays
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Leaf, Mask, Pieces, Samples
+from fedsolve.problem.samples import Leaf, Mask, Pieces, Samples, is_pieces
 from fedsolve.types import PyTree
 
 
@@ -106,9 +106,6 @@ def pool(samples: Samples) -> Samples:
 
     def join_any(leaf: Leaf | Pieces, mask: Mask) -> np.ndarray | Pieces:
         return _pool_pieces(leaf, mask) if isinstance(leaf, Pieces) else join(leaf, mask)
-
-    def is_pieces(node: object) -> bool:
-        return isinstance(node, Pieces)
 
     if isinstance(mask, dict):
         values = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # slow imports, and a package above this one
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    from fedsolve.theory import Certificate
+    from fedsolve.theory import Certificate, PPBCCertificate
 
 Settings = Mapping[str, object]  # what a sweep changed, by field
 Columns = Mapping[str, np.ndarray]
@@ -169,7 +169,7 @@ class Run:
 
     def certificate(
         self, optimum: float | int | None = None, accuracy: float = 1e-6
-    ) -> Certificate:
+    ) -> Certificate | PPBCCertificate:
         """Compare what a theorem promised (`FedSGM.from_theory`) with what was reached.
 
         Args:
