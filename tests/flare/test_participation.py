@@ -291,6 +291,8 @@ def test_gaps_are_joined_counted_and_bounded():
     record.expect(["a", "c"])
     (late,) = record.sites["c"]["missed"]
     assert (late["from"], late["to"], late["why"]) == (1, 5, NOT_YET)
+    record.end_evaluation(["a", "b", "c"], {})
+    assert missing(record.sites).keys() == {"c"}  # it was heard at the end, and in no round
     for round in range(5, 10 * MOST_GAPS):
         gone = {"b": f"reason {round}"}
         record.end_round(round, {"a", "b"}, {"a"}, set(), gone)

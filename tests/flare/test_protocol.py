@@ -202,6 +202,7 @@ def test_a_first_evaluation_without_replies_is_nan(tmp_path):
 
     run, _ = deploy(problem, algorithm, without_values, tmp_path / "server", 3)
     assert np.isnan(run.history["objective"]).tolist() == [True, False, False]
+    assert run.history["clients_evaluated"].tolist() == [0, 6, 6]
     assert np.isnan(run.history["constraint"]).tolist() == [True, False, False]
 
 
