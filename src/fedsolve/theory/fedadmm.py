@@ -242,7 +242,7 @@ def rate(
         >>> import fedsolve as fs
         >>> found = fs.theory.fedadmm.rate([0.5, 0.5], 1.0, 1e-6, waiting=2, local_iterations=5)
         >>> round(found.constant), round(found.printed)
-        (1121, 627)
+        (1123, 628)
     """
     sigma = np.atleast_1d(np.asarray(penalties, float))
     eps, nu = np.asarray(accuracy, float), np.asarray(decay, float)

@@ -309,7 +309,7 @@ def incentfedavg_rounds(
         ...     dissimilarity=(0.1, 2.0), gap=1.0,
         ... )
         >>> found.theorem, found.rounds, max(found.terms, key=found.terms.get)
-        ('Theorem 4.5 (ii)', 2049, 'H(mBL)²')
+        ('Theorem 4.5 (ii)', 2448, 'H(mBL)²')
     """
     check_positive("accuracy", accuracy)
     setting = _setting(
