@@ -22,15 +22,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedsolve.models.layers import halve, unfolded
+from fedsolve.models.convolution import convolve2d
+from fedsolve.models.layers import halve
 from fedsolve.problem.samples import Samples
 from fedsolve.torch.compiled import Compiled
 from fedsolve.torch.module import Network
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support
 from tests.support.torch_modules import ResNet18
-
-NONE = ((0, 0), (0, 0))
 
 
 def binary(model, data):
@@ -78,7 +77,7 @@ def cnn_in_jax(params, data, key):
     first, second = jax.random.split(key)
     maps = data["x"].transpose(0, 2, 3, 1)
     for i in ("0", "2"):
-        maps = unfolded(maps, params[f"{i}.weight"], (1, 1), NONE) + params[f"{i}.bias"]
+        maps = convolve2d(maps, params[f"{i}.weight"]) + params[f"{i}.bias"]
         maps = jax.nn.relu(maps)
     rows = dropped(halve(maps).reshape(len(maps), -1), 0.25, first)
     rows = jax.nn.relu(rows @ params["7.weight"].T + params["7.bias"])

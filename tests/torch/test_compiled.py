@@ -1,6 +1,9 @@
 """Compiled PyTorch problems: dropout, buffers, modes, and what is refused."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -456,3 +459,13 @@ def test_the_page_on_modules_works():
     exec(block, names)
     assert np.isfinite(names["run"].history["objective"]).all()
     assert names["tensors"]["1.num_batches_tracked"] == 10
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs():
+    script = Path(__file__).parents[2] / "benchmarks" / "torch_modules.py"
+    done = subprocess.run(
+        [sys.executable, script, "--tiny"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].startswith("30-16-1")
