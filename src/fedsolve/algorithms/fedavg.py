@@ -67,6 +67,8 @@ class FedAvg(Averaging):
         step_size: η of the local steps, a number or a schedule; with a `local_optimizer`, the
             server's step (1 is plain averaging).
         local_steps: The local steps of a client in a round.
+        local_epochs: Passes over a client's samples, in shuffled minibatches without replacement,
+            in place of `local_steps`.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.
         uplink: The compressor of the clients, with error feedback (EF14) if it is biased.

@@ -83,6 +83,8 @@ class FedSGM(CompressedTraining):
         tolerance: ε, points with g(w) ≤ ε are treated as feasible.
         switching: σ as a function of the violation, `Hard()` or `Soft(beta)`.
         local_steps: E, the local steps of a client in a round.
+        local_epochs: Passes over a client's samples, in shuffled minibatches without replacement,
+            in place of `local_steps`; theorems do not cover them.
         uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
         downlink: The compressor of the server (EF21-P), which must be contractive.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);

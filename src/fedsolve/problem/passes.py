@@ -103,12 +103,8 @@ def rows_of(samples: Samples) -> int:
     """Return the rows of one client's samples; raise if they are not one set of samples."""
     if isinstance(samples.mask, dict):
         raise InvalidInput("Passes over the data need one set of samples, not several.")
-    if samples.has_pieces:
-        raise InvalidInput(
-            "Passes over the data need whole rows, and these clients have sparse ones; use "
-            "local_steps, whose minibatches are drawn with replacement."
-        )
-    lengths = {len(leaf) for leaf in jax.tree.leaves(samples.values) if leaf.ndim > 0}
+    nodes = jax.tree.leaves(samples.values, is_leaf=is_pieces)
+    lengths = {len(leaf) for leaf in nodes if not is_pieces(leaf) and leaf.ndim > 0}
     if samples.mask is not None:
         return len(samples.mask)
     if len(lengths) != 1:

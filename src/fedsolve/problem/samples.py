@@ -88,11 +88,6 @@ class Samples(eqx.Module):
         return max(_length(leaf) for leaf in _arrays(self.values))
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether some samples are stored as pieces of rows."""
-        return any(is_pieces(node) for node in jax.tree.leaves(self.values, is_leaf=is_pieces))
-
-    @property
     def is_one_set(self) -> bool:
         """Whether all leaves have the same samples (inputs and labels, not two classes)."""
         return len({_length(leaf) for leaf in _arrays((self.values, self.mask))}) == 1
