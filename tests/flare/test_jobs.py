@@ -178,6 +178,7 @@ def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
     assert said(new)["reason"] == "An older job of this run is still running here."
     old._alone.close()  # as the end of its process does
     assert said(new) == {"status": "ok", "clients": 2}
+    new._alone.close()
 
 
 @pytest.mark.parametrize(
