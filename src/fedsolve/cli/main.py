@@ -158,9 +158,8 @@ def run(
             )
         own = [name for text in track or [] if ":" in (name := text.partition("=")[0])]
         again = f"fedsolve run --resume {shlex.quote(str(result.folder))}"
-        again += "".join(
-            f" --allow {shlex.quote(n)}" for n in dict.fromkeys([*(allow or []), *own])
-        )
+        allowed: list[str] = [*(allow or []), *own]
+        again += "".join(f" --allow {shlex.quote(name)}" for name in dict.fromkeys(allowed))
         _conclude(result, stopped, again)
 
 

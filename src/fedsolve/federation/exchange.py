@@ -82,9 +82,10 @@ class Exchange:
         if isinstance(message, WithState):
             problem, message = problem.with_state(message.state), message.content
         place = self.w, self.round, index, own, memory
-        if known is None:
+        if isinstance(samples, Samples):
             client = problem.client(samples, *place)
         else:
+            assert known is not None
             client = InformedClient(problem, samples, *place, known)
         if isinstance(message, Restricted):
             to_draw = jax.random.fold_in(jax.random.fold_in(self.key, SUBSETS), index)

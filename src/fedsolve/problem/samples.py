@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp

@@ -169,7 +169,7 @@ def advance(
     run_evaluate, (found_shapes, _) = _traced(evaluate, state, shapes)
 
     def body(_: Round, carry: tuple[State, Info, Known | None]) -> tuple[State, Info, Known | None]:
-        state, _, known = carry
+        state, known = carry[0], carry[2]
         state, info = run_step(state, known)
         return state, info, None if known is None else known._replace(valid=jnp.asarray(False))
 

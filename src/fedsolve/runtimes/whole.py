@@ -27,7 +27,7 @@ def is_light(function: Callable[..., Any], *arguments: PyTree) -> bool:
         arguments: Its arguments, or their shapes.
     """
     program = jax.make_jaxpr(function)(*arguments).jaxpr
-    given = sum(math.prod(var.aval.shape) for var in program.invars)
+    given = sum(_size(var) for var in program.invars)
     return all(SHARE * size <= given for size in _sizes(program))
 
 
@@ -37,7 +37,11 @@ def _sizes(program: core.Jaxpr) -> Iterator[int]:
         parts = list(jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program))
         for part in filter(_is_program, parts):
             yield from _sizes(getattr(part, "jaxpr", part))
-        yield from (math.prod(var.aval.shape) for var in equation.outvars)
+        yield from (_size(var) for var in equation.outvars)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(atom.aval.shape)
 
 
 def _is_program(part: object) -> bool:

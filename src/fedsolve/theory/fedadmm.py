@@ -138,11 +138,11 @@ def waiting(
         3.0
     """
     cohorts, rounds, worst = np.asarray(cohorts), len(cohorts), 0
-    if available is not None and np.shape(available) != cohorts.shape:
-        raise InvalidInput(
-            f"available has the shape {np.shape(available)}, but the cohorts {cohorts.shape}."
-        )
     taking = np.ones(cohorts.shape, bool) if available is None else np.asarray(available)
+    if taking.shape != cohorts.shape:
+        raise InvalidInput(
+            f"available has the shape {taking.shape}, but the cohorts {cohorts.shape}."
+        )
     for client in range(clients):
         turns = np.flatnonzero(((cohorts == client) & taking).any(axis=1))
         if not len(turns):
