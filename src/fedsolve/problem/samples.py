@@ -7,7 +7,6 @@ carry a mask; see `stacking` for the stacking and `padding` for losses on padded
 from __future__ import annotations
 
 from collections.abc import Callable
-
 from typing import Any
 
 import equinox as eqx
