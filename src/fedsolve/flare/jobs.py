@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from nvflare.collab import collab
+from nvflare.collab.api.context import set_call_context
 
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, resolve
@@ -270,9 +271,12 @@ class CollabTransport:
     def __init__(self, deadline: float, tell: Callable[[Table], None]):
         self._deadline, self._tell = deadline, tell
         self._dead: set[str] = set()
+        self._context = collab.context
 
     def __call__(self, cell: int, messages: dict[str, bytes]) -> Mapping[str, bytes | Exception]:
         """Return each site's answer, or the error in its place; dead sites have no entry."""
+        # JAX calls from any of its threads, and FLARE knows its context in one thread only.
+        set_call_context(self._context)
         for site in messages.keys() - {client.name for client in collab.clients} - self._dead:
             self._lose(site)
         waiting: dict[str, Any] = {  # results that arrive later
