@@ -25,7 +25,7 @@ from nvflare.collab.api.context import set_call_context
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.job_files import check_run_name
-from fedsolve.flare.journal import read
+from fedsolve.flare.journal import JournalError, read
 from fedsolve.flare.processes import HOME, OWNER
 from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.server import FOLDER, serve
@@ -131,9 +131,13 @@ Site = SiteJob  # the name in kits and job files
 
 def _reason(error: Exception) -> str:
     """Return what the server may be told about an error; the rest goes to this machine's log."""
-    if isinstance(error, InvalidInput):
+    if isinstance(error, InvalidInput) and not isinstance(error, JournalError):
         return str(error)
     traceback.print_exception(error)
+    if isinstance(error, JournalError):
+        return error.why
+    if isinstance(error, OSError) and error.strerror:
+        return f"its files: {error.strerror}; see this site's log"
     return f"{type(error).__name__}; see this site's log"  # its message may quote private data
 
 
@@ -170,6 +174,8 @@ class Coordinator:
             self._tell({"note": str(few), "missed": few.missed})
         except InvalidInput as error:
             self._tell({"error": str(error)})
+        except OSError as error:
+            self._tell({"error": f"The server's files: {error}; the run can go on from there."})
         self._wait_until_reported()
 
     def _all_runs(self) -> None:

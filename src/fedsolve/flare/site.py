@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.state import SeedWords, evaluation_key
-from fedsolve.flare.journal import Journal, Parts
+from fedsolve.flare.journal import CannotWrite, Journal, Parts
 from fedsolve.flare.protocol import Protocol, protocol
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
@@ -118,6 +119,9 @@ class SiteClients:
                 return self._ask(head, arrays)
             except Refused as refused:
                 return encode({"status": "refused", "reason": str(refused)}, {})
+            except CannotWrite as error:  # its path is this machine's affair
+                print(error, file=sys.stderr, flush=True)
+                return encode({"status": "refused", "reason": error.why}, {})
 
     def _know(self, total: int) -> None:
         """Learn how many clients all sites have together, which can decide shapes of messages."""
@@ -185,7 +189,10 @@ class SiteClients:
             self._journal.append(parts(kept, {"local": local, "rows": moved}))
         self._keep(round, number, _Entry(digest, local, moved, answer))
         if self._journal.is_long():
-            self._journal.restart(self._everything())
+            try:
+                self._journal.restart(self._everything())
+            except CannotWrite as error:  # the answer is on the disk; the journal stays long
+                print(error, file=sys.stderr, flush=True)
         return answer
 
     def _compute(
