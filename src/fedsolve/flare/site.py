@@ -174,7 +174,7 @@ class SiteClients:
         known = known if known is not None and known.digest == digest else None
         if known is not None and known.reply is not None:
             return known.reply
-        rows = jax.tree.map(lambda leaf: leaf[in_order(local)], self._before(number, used))
+        rows = self._before(number, used, local)
         moved, reply = self._compute(number, round, clients, local, rows, message)
         moves = not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
@@ -263,19 +263,25 @@ class SiteClients:
                     f"this site has not the answers that the server used in round {last + 1}: its "
                     "folder was lost or put back from an older copy"
                 )
-            self._states = self._before(EXCHANGES, used)
+            for number in sorted(used):
+                entry = self._log[number]
+                put = functools.partial(_put, entry.local)
+                self._states = jax.tree.map(put, self._states, entry.rows)
             self._settled = last
         self._log.clear()
 
-    def _before(self, number: int, used: list[int]) -> PyTree:
-        """Return clients' states before an exchange: the base, and what was used of this round."""
-        states = self._states
+    def _before(self, number: int, used: list[int], local: np.ndarray) -> PyTree:
+        """Return some clients' states before an exchange, with what was used of this round.
+
+        This takes as long as there are clients asked, however many the site has.
+        """
+        rows = jax.tree.map(lambda leaf: leaf[in_order(local)], self._states)
         for earlier in sorted(used):
             if earlier < number and earlier in self._log:
                 entry = self._log[earlier]
-                put = functools.partial(_put, entry.local)
-                states = jax.tree.map(put, states, entry.rows)
-        return states
+                overlay = functools.partial(_overlay, local, entry.local)
+                rows = jax.tree.map(overlay, rows, entry.rows)
+        return rows
 
     def _keep(self, round: int, number: int, entry: _Entry) -> None:
         """Keep an answer in place of any earlier one, and of those that followed it."""
@@ -376,10 +382,24 @@ def _same(one: PyTree, other: PyTree) -> bool:
 
 
 def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Replace some rows, in place where that is possible."""
     if len(where) == len(all) and isinstance(in_order(where), slice):
         return new
-    changed = np.array(all)
-    changed[where] = new
+    if not all.flags.writeable:
+        all = np.array(all)
+    all[in_order(where)] = new
+    return all
+
+
+def _overlay(
+    clients: np.ndarray, others: np.ndarray, rows: np.ndarray, new: np.ndarray
+) -> np.ndarray:
+    """Return rows of clients, with new ones for those who are among the others."""
+    if np.array_equal(clients, others):
+        return new
+    _, here, there = np.intersect1d(clients, others, return_indices=True)
+    changed = np.array(rows)
+    changed[here] = new[there]
     return changed
 
 
