@@ -24,7 +24,14 @@ from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.local_federation import local_federation, run_on
 from fedsolve.flare.provisioning import ADMIN, make_kits
 from tests.support.conformance import ALGORITHMS, KINDS
-from tests.support.deployment import ALGORITHM, PROBLEM, certificate_for, experiment, wait_until
+from tests.support.deployment import (
+    ALGORITHM,
+    PROBLEM,
+    as_from_a_terminal,
+    certificate_for,
+    experiment,
+    wait_until,
+)
 from tests.support.mlflow_database import check
 
 pytestmark = [
@@ -62,6 +69,7 @@ def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, stopped)
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"TMPDIR": str(scratch), "HOME": str(tmp_path / "home")},
+        preexec_fn=as_from_a_terminal,
     )
     if stopped:
         wait_until(lambda: any(lines(p) > 3 for p in scratch.rglob("progress.jsonl")))
@@ -233,6 +241,7 @@ def test_the_commands_of_an_owner(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=as_from_a_terminal,
         )
         started.append(process)
         return process

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import signal
 import time
 
 from cryptography import x509
@@ -26,6 +27,12 @@ def wait_until(condition, seconds=240):
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
+
+
+def as_from_a_terminal():
+    """Let a new process end by Ctrl-C and with its terminal, whatever these tests ignore."""
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
 
 
 def certificate_for(kits, kit, name, days):

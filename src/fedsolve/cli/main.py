@@ -25,7 +25,7 @@ from fedsolve.experiments.config import load
 from fedsolve.fields import check_count
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.solving.checkpoint import how_often
-from fedsolve.solving.interrupt import Flag
+from fedsolve.solving.interrupt import Flag, interrupted_by
 
 T = TypeVar("T")
 
@@ -260,6 +260,7 @@ def report(
 
 
 @app.command()
+@interrupted_by(signal.SIGTERM, signal.SIGHUP)
 def deploy(
     what: Annotated[
         str,
@@ -293,8 +294,6 @@ def deploy(
             "Deployment needs NVIDIA FLARE: pip install 'fedsolve[deploy]'."
         ) from None
     logging.disable(logging.ERROR)  # FLARE's own messages
-    for end in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(end, lambda *_: signal.raise_signal(signal.SIGINT))
     status = 0
     try:
         if what in ("init", "server", "site", "status", "stop"):

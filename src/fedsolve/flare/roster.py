@@ -19,6 +19,7 @@ from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_
 from fedsolve.types import Message, Table, Vector
 
 Parameters = Vector | np.ndarray
+MOST_OF_A_SITE = 1_000_000  # clients that one site may have
 KEPT = 1000  # publications in one message: its head has a line for each
 
 
@@ -97,7 +98,8 @@ class Roster:
         room = MOST_CLIENTS - self.clients
         for site, (head, _) in self._greet(sites, 0).items():
             count = head.get("clients")
-            if type(count) is not int or not 0 < count <= room:
+            most = room if site not in known else MOST_CLIENTS
+            if type(count) is not int or not 0 < count <= min(most, MOST_OF_A_SITE):
                 self._complain(site, f"refused its greeting: {str(count)[:40]} clients")
                 continue
             found[site] = count
