@@ -18,6 +18,7 @@ else:
     from jaxtyping import PyTree
 
 Vector = Float[Array, " d"]  # parameters w, or a direction
+Personal = Float[Array, " p"]  # parameters that a client keeps to itself
 Cohort = Int[Array, " m"] | Int[np.ndarray, " m"]  # the indices of some clients
 Flag = Bool[Array, ""] | Bool[np.ndarray, ""] | np.bool_ | bool
 Flags = Bool[Array, " m"] | Bool[np.ndarray, " m"]  # one for each client of a cohort

@@ -233,6 +233,14 @@ def test_the_page_on_problems_works():
     assert names["run"].history["objective"][-1] < names["run"].history["objective"][0]
 
 
+def test_the_page_on_training_works():
+    names = {}
+    for block in blocks("docs/training.md"):
+        exec(block, names)
+    assert names["run"].client_params(3)["head"].shape == (3,)
+    assert names["run"].history["objective"][-1] < names["run"].history["objective"][0]
+
+
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]

@@ -135,6 +135,11 @@ class Algorithm(eqx.Module):
         """Return known limits of recorded quantities, by name; plots show them."""
         return {}
 
+    @property
+    def trains_models(self) -> bool:
+        """Whether clients take local steps, in which parts of a model that are not w can move."""
+        return False
+
     def check(self, problem: Problem) -> None:
         """Raise if the algorithm does not apply to the problem.
 

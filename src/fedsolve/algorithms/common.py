@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
+import numpy as np
 
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
+from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
-from fedsolve.local_updates.descent import Direction, take_steps
+from fedsolve.local_updates.descent import Direction, Epochs, Steps, take_steps
 from fedsolve.problem.client import Client
-from fedsolve.types import PyTree, Round, Vector
+from fedsolve.problem.passes import rows_of
+from fedsolve.problem.problem import Problem
+from fedsolve.problem.samples import counts
+from fedsolve.types import Number, PRNGKey, PyTree, Round, Vector
+
+AFTER_STEPS = 2**31 - 4  # folded into a client's key for what it draws after passes
 
 
 @runtime_checkable
@@ -33,6 +41,11 @@ class HasLocalSteps(Protocol):
     @property
     def local_steps(self) -> int:
         """How many steps a client takes in a round."""
+        ...
+
+    @property
+    def local_epochs(self) -> int | None:
+        """How many passes over its samples a client makes, in place of `local_steps`."""
         ...
 
     @property
@@ -51,6 +64,11 @@ class HasLinks(Protocol):
         ...
 
     @property
+    def local_epochs(self) -> int | None:
+        """How many passes over its samples a client makes, in place of `local_steps`."""
+        ...
+
+    @property
     def uplink(self) -> Compressor:
         """The compressor of the clients, with error feedback (EF14) if it is biased."""
         ...
@@ -65,11 +83,31 @@ class LocalTraining(Participating):
     """Base class of algorithms whose clients take local steps.
 
     Subclasses have the fields of `HasLocalSteps`.
+
+    Args:
+        local_epochs: Passes over a client's samples in a round, in shuffled minibatches of the
+            problem's `batch_size` without replacement, in place of `local_steps`, whose minibatches
+            are drawn with replacement.
     """
+
+    local_epochs: int | None = eqx.field(static=True, default=None, kw_only=True)
 
     def __check_init__(self: HasLocalSteps):
         check_positive("step_size", self.step_size)
         check_count("local_steps", self.local_steps)
+        if self.local_epochs is not None:
+            check_count("local_epochs", self.local_epochs)
+            if self.local_steps != 1:
+                raise InvalidInput("Give local_steps or local_epochs, not both.")
+
+    @property
+    def trains_models(self) -> bool:
+        return True
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if self.local_epochs is not None:
+            check_passes(problem)
 
     def reach(self: HasLocalSteps, round: Round) -> Scalar:
         """Return how far a client moved for each unit of its pseudo-gradient."""
@@ -88,6 +126,16 @@ class LocalTraining(Participating):
     def descend(self: HasLocalSteps, client: Client, direction: Direction) -> Vector:
         """Take a client's local steps from w and return the pseudo-gradient."""
         return _steps_of(self, client, direction)[0]
+
+    def count_steps(self: HasLocalSteps, client: Client) -> Number | int:
+        """Return how many local steps the client takes in a round."""
+        if self.local_epochs is None:
+            return self.local_steps
+        return client.count_steps(self.local_epochs)
+
+    def after_steps(self: HasLocalSteps, client: Client) -> PRNGKey:
+        """Return a key of the client that none of its local steps has."""
+        return _after_steps(self, client)
 
 
 class CompressedTraining(LocalTraining):
@@ -116,15 +164,47 @@ class CompressedTraining(LocalTraining):
         Returns:
             The next residual, and the packet.
         """
-        key = jax.random.fold_in(client.key, self.local_steps)  # the steps used the keys below
-        return with_feedback(self.uplink, residual, v, key)
+        return with_feedback(self.uplink, residual, v, _after_steps(self, client))
 
 
 def _steps_of(
     algorithm: HasLocalSteps, client: Client, direction: Direction
 ) -> tuple[Vector, Vector]:
     """Take a client's local steps, for both methods of `LocalTraining`."""
-    steps, optimizer = algorithm.local_steps, algorithm.local_optimizer
     return take_steps(
-        direction, client.w, steps, client.key, algorithm.step_size, optimizer, client.round
+        direction,
+        client,
+        steps_of(algorithm),
+        client.key,
+        algorithm.step_size,
+        algorithm.local_optimizer,
     )
+
+
+def steps_of(algorithm: HasLocalSteps | HasLinks) -> Steps:
+    """Return the local steps of an algorithm: a number, or passes over the samples."""
+    epochs = algorithm.local_epochs
+    return algorithm.local_steps if epochs is None else Epochs(epochs)
+
+
+def _after_steps(algorithm: HasLocalSteps | HasLinks, client: Client) -> PRNGKey:
+    """Return a key of the client that none of its local steps has."""
+    epochs = algorithm.local_epochs
+    return jax.random.fold_in(client.key, algorithm.local_steps if epochs is None else AFTER_STEPS)
+
+
+def check_passes(problem: Problem) -> None:
+    """Raise if clients cannot make passes over their samples in minibatches."""
+    rows_of(jax.tree.map(lambda leaf: leaf[0], problem.samples))
+    if problem.drop_last and problem.batch_size is not None:
+        fewest = int(np.min(counts(problem.samples)))
+        if fewest < problem.batch_size:
+            raise InvalidInput(
+                f"With drop_last, a client of {fewest} samples takes no step: batch_size is "
+                f"{problem.batch_size}."
+            )
+    if problem.samples.mask is not None and not problem.drop_last and problem.objective.has_state:
+        raise InvalidInput(
+            "A loss with a state cannot train on a padded batch, and clients differ in size: give "
+            "the problem drop_last=True."
+        )

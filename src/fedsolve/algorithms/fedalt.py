@@ -5,6 +5,9 @@ with LocalAlt; personal objectives as Hanzely et al. (2021) and FedADMM's sectio
 
     h_i(w, v_i) = (1 − α) f_i(w) + α f_i(v_i) + μ/2 ‖w − v_i‖²
 
+With `mixing=None` v_i is the personal part of the problem's own model, and h_i(w, v_i) is
+f_i(w, v_i) as in Pillutla et al.
+
 | here | paper | |
 |---|---|---|
 | `step_size`, `local_steps` | γ_u, τ_u | of the shared w |
@@ -22,19 +25,30 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from fedsolve.algorithms.common import steps_of
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
-from fedsolve.fields import Scalar, at, check_count, check_positive, scalar, static
-from fedsolve.local_updates.descent import descend
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import (
+    Scalar,
+    at,
+    check_count,
+    check_positive,
+    optional,
+    scalar,
+    static,
+)
+from fedsolve.local_updates.descent import descend, run_steps
 from fedsolve.problem.client import Client
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.problem.problem import Problem
+from fedsolve.types import PRNGKey, Round, Vector
 
 
-class Personal(NamedTuple):
+class Kept(NamedTuple):
     """A client's personal parameters, and what it has not sent yet."""
 
-    personal: Vector
+    personal: Vector | None  # None where they are part of the problem
     residual: Vector | None
 
 
@@ -49,7 +63,8 @@ class FedAlt(FedAvg):
             see `FedAvg`.
         personal_step_size: γ_v, the step of the personal parameters; None for `step_size`.
         personal_steps: τ_v, the steps of the personal parameters; None for `local_steps`.
-        mixing: α, the weight of the personal parameters in the objective.
+        mixing: α, the weight of the personal parameters in the objective; None where they are
+            parts of the problem's own model (`Problem(personal=...)`).
         proximity: μ, which keeps personal and shared parameters close.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -64,27 +79,39 @@ class FedAlt(FedAvg):
 
     personal_step_size: Scalar | None = None
     personal_steps: int | None = static(None)
-    mixing: Scalar = eqx.field(converter=scalar("mixing"), default=0.5)
+    mixing: Scalar | None = eqx.field(converter=optional(scalar("mixing")), default=0.5)
     proximity: Scalar = eqx.field(converter=scalar("proximity"), default=0.001)
 
     def __check_init__(self):
-        check_positive("mixing", self.mixing, zero=True)
+        if self.mixing is not None:
+            check_positive("mixing", self.mixing, zero=True)
         check_positive("proximity", self.proximity, zero=True)
         if self.personal_step_size is not None:
             check_positive("personal_step_size", self.personal_step_size)
         if self.personal_steps is not None:
             check_count("personal_steps", self.personal_steps)
 
-    def unsent(self, clients: Personal) -> Float[Array, "n d"] | None:
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if (self.mixing is None) != (problem.layout.personal_size > 0):
+            raise InvalidInput(
+                "mixing=None is for a problem with personal parameters, and such a problem needs "
+                f"it: {type(self).__name__} then trains those in place of a second model."
+            )
+
+    def unsent(self, clients: Kept) -> Float[Array, "n d"] | None:
         return clients.residual
 
-    def init_client(self, w: Vector) -> Personal:
-        return Personal(w, no_residual(self.uplink, w))
+    def init_client(self, w: Vector) -> Kept:
+        return Kept(None if self.mixing is None else w, no_residual(self.uplink, w))
 
-    def improve(self, client: Client, kept: Personal) -> tuple[Personal, Packet]:
-        personal, total = self.local(client, kept.personal)
+    def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
+        if kept.personal is None:
+            personal, total = None, self.local_parts(client)
+        else:
+            personal, total = self.local(client, kept.personal)
         residual, packet = self.compress(client, kept.residual, total)
-        return Personal(personal, residual), packet
+        return Kept(personal, residual), packet
 
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:
         """Take the steps of LocalAlt: v_i with w fixed, then w with v_i fixed.
@@ -94,19 +121,47 @@ class FedAlt(FedAvg):
         """
         own_key, shared_key = jax.random.split(client.key)
         step_size, own_step = self.steps(client)
-        steps = self.local_steps if self.personal_steps is None else self.personal_steps
+        shared_steps = steps_of(self)
+        steps = shared_steps if self.personal_steps is None else self.personal_steps
 
         def own(v: Vector, key: PRNGKey) -> Vector:
             return self.own_slope(client, client.w, v, key)
 
-        personal = personal - own_step * descend(own, personal, steps, own_key, own_step)
+        moved = descend(own, client, steps, own_key, own_step, start=personal)
+        personal = personal - own_step * moved
 
         def shared(w: Vector, key: PRNGKey) -> Vector:
             return self.shared_slope(client, w, personal, key)
 
-        steps, optimizer = self.local_steps, self.local_optimizer
-        return personal, descend(
-            shared, client.w, steps, shared_key, step_size, optimizer, client.round
+        optimizer = self.local_optimizer
+        return personal, descend(shared, client, shared_steps, shared_key, step_size, optimizer)
+
+    def local_parts(self, client: Client) -> Vector:
+        """Take the steps of LocalAlt with the problem's personal parameters v_i.
+
+        Returns:
+            The pseudo-gradient of w.
+        """
+        own_key, shared_key = jax.random.split(client.key)
+        step_size, own_step = self.steps(client)
+        shared_steps = steps_of(self)
+
+        def own(step: Round, nothing: tuple[()]) -> tuple[()]:
+            client.grad(client.w, jax.random.fold_in(own_key, step))
+            client.move_personal(-own_step * client.own_slope)
+            return nothing
+
+        steps = shared_steps if self.personal_steps is None else self.personal_steps
+        run_steps(client, steps, own_key, own, ())
+        optimizer = self.local_optimizer
+        return descend(
+            client.grad,
+            client,
+            shared_steps,
+            shared_key,
+            step_size,
+            optimizer,
+            moves_personal=False,
         )
 
     def steps(self, client: Client) -> tuple[Scalar, Scalar]:
@@ -116,8 +171,10 @@ class FedAlt(FedAvg):
 
     def own_slope(self, client: Client, w: Vector, v: Vector, key: PRNGKey) -> Vector:
         """Return ∇_v h_i(w, v)."""
+        assert self.mixing is not None
         return client.grad(v, key) * self.mixing + (v - w) * self.proximity
 
     def shared_slope(self, client: Client, w: Vector, v: Vector, key: PRNGKey) -> Vector:
         """Return ∇_w h_i(w, v)."""
+        assert self.mixing is not None
         return client.grad(w, key) * (1 - self.mixing) + (w - v) * self.proximity

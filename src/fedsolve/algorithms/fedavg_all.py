@@ -75,5 +75,5 @@ class FedAvgAll(FedAvg):
 
     def improve(self, client: Client, kept: Vector) -> tuple[Vector, Packet]:
         here = client.w - at(self.step_size, client.round) * self.descend(client, client.grad)
-        packet = self.uplink(here - kept, jax.random.fold_in(client.key, self.local_steps))
+        packet = self.uplink(here - kept, self.after_steps(client))
         return kept + packet.dense(), packet

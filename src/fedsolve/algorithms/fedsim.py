@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from fedsolve.algorithms.common import steps_of
 from fedsolve.algorithms.fedalt import FedAlt
 from fedsolve.errors import InvalidInput
+from fedsolve.local_updates.descent import run_steps
 from fedsolve.problem.client import Client
 from fedsolve.types import Round, Vector
 
@@ -23,7 +24,8 @@ class FedSim(FedAlt):
     Args:
         step_size, local_steps, uplink, downlink: Local training and compression; see `FedAvg`.
         personal_step_size: γ_v, the step of the personal parameters; None for `step_size`.
-        mixing: α, the weight of the personal parameters in the objective.
+        mixing: α, the weight of the personal parameters in the objective; None where they are
+            parts of the problem's own model.
         proximity: μ, which keeps personal and shared parameters close.
         personal_steps, local_optimizer: Not used: plain steps move both parts at the same time.
         participants, weighting, selection, availability: Which clients take part; see
@@ -44,6 +46,17 @@ class FedSim(FedAlt):
                 "local_optimizer."
             )
 
+    def local_parts(self, client: Client) -> Vector:
+        step_size, own_step = self.steps(client)
+
+        def both(step: Round, total: Vector) -> Vector:
+            key = jax.random.fold_in(client.key, step)
+            slope = client.grad(client.w - step_size * total, key)
+            client.move_personal(-own_step * client.own_slope)
+            return total + slope
+
+        return run_steps(client, steps_of(self), client.key, both, jnp.zeros_like(client.w))
+
     def local(self, client: Client, personal: Vector) -> tuple[Vector, Vector]:
         step_size, own_step = self.steps(client)
 
@@ -53,4 +66,5 @@ class FedSim(FedAlt):
             own = self.own_slope(client, w, v, key)
             return v - own_step * own, total + self.shared_slope(client, w, v, key)
 
-        return lax.fori_loop(0, self.local_steps, both, (personal, jnp.zeros_like(client.w)))
+        start = personal, jnp.zeros_like(client.w)
+        return run_steps(client, steps_of(self), client.key, both, start)

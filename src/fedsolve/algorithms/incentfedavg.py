@@ -149,7 +149,7 @@ class IncentFedAvg(CompressedTraining):
     ) -> tuple[Vector | None, dict[str, Packet | Float[Array, ""]]]:
         count = jnp.ceil(N[client.index])
         subset = client.restricted(count, jax.random.fold_in(client.key, SUBSET))
-        total = self.descend(client, subset.grad)
+        total = self.descend(subset, subset.grad)
         residual, packet = self.compress(client, residual, total)
         contribution = self.game.respond(client.index, N, self.game_step_size)
         return residual, {"contribution": contribution, "update": packet}

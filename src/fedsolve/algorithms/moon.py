@@ -98,14 +98,18 @@ class MOON(FedAvg):
         return Kept(w, no_residual(self.uplink, w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
-        def loss(v: Vector, key: PRNGKey) -> Float[Array, ""]:
+        def contrast(v: Vector, key: PRNGKey) -> Float[Array, ""]:
             z, weights = client.representation(v, key)
             positive = similarity(z, client.representation(client.w, key)[0]) / self.temperature
             negative = similarity(z, client.representation(kept.previous, key)[0])
             against = jax.nn.softplus(negative / self.temperature - positive)
-            return client.objective(v, key) + self.contrast * (weights @ against)
+            return jnp.asarray(self.contrast * (weights @ against))
 
-        total = self.descend(client, jax.grad(loss))
+        def direction(v: Vector, key: PRNGKey) -> Vector:
+            apart: Vector = jax.grad(contrast)(v, key)
+            return client.grad(v, key) + apart
+
+        total = self.descend(client, direction)
         previous = client.w - self.reach(client.round) * total
         residual, packet = self.compress(client, kept.residual, total)
         return Kept(previous, residual), packet

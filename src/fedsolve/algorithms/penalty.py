@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import NoReturn
 
 import equinox as eqx
-from jax import lax
 from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedsgm import FedSGM, Server
@@ -78,11 +77,4 @@ class PenaltyFedAvg(FedSGM):
         self, client: Client, w: Vector, sigma: Float[Array, ""], focus: PyTree, key: PRNGKey
     ) -> Vector:
         """Return ν = ∇f_j(w) + σρ∇g_j(w); a gradient of weight 0 is not computed."""
-
-        def penalised(slope: Vector) -> Vector:
-            return slope + sigma * self.rho * client.constraint_grad(w, focus, key)
-
-        objective = client.grad(w, key)
-        if client.unconstrained:
-            return objective
-        return lax.cond(sigma > 0, penalised, lambda slope: slope, objective)
+        return client.penalised(w, sigma * self.rho, focus, key)

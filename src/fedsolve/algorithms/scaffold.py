@@ -106,8 +106,8 @@ class SCAFFOLD(Averaging):
             return client.grad(y, key) - kept.control + control
 
         total, directions = self.take_steps(client, direction)
-        change = directions / self.local_steps - control  # c_i⁺ − c_i
-        key, other = jax.random.split(jax.random.fold_in(client.key, self.local_steps))
+        change = directions / self.count_steps(client) - control  # c_i⁺ − c_i
+        key, other = jax.random.split(self.after_steps(client))
         residual, packet = with_feedback(self.uplink, kept.residual, total, key)
         left, controls = with_feedback(self.uplink, kept.control_residual, change, other)
         return Kept(kept.control + change, residual, left), (packet, controls)

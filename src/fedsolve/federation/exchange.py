@@ -29,6 +29,13 @@ class Restricted(eqx.Module):
     message: Message
 
 
+class WithState(eqx.Module):
+    """A message with the server's state of the loss, or a reply with the client's next one."""
+
+    state: PyTree
+    content: PyTree  # the message or the reply
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """A question to clients, as a value.
@@ -65,11 +72,15 @@ class Exchange:
         """
         kept, memory = state
         message, key = self.message, jax.random.fold_in(self.key, self.number + 1)
-        own = jax.random.fold_in(key, index)
-        client = self.problem.client(samples, self.w, self.round, index, own, memory)
+        own, problem = jax.random.fold_in(key, index), self.problem
+        if isinstance(message, WithState):
+            problem, message = problem.with_state(message.state), message.content
+        client = problem.client(samples, self.w, self.round, index, own, memory)
         if isinstance(message, Restricted):
             to_draw = jax.random.fold_in(jax.random.fold_in(self.key, SUBSETS), index)
             client = client.restricted(jnp.ceil(message.contributions[index]), to_draw)
             message = message.message
         kept, reply = self.method(client, kept, *(() if message is None else (message,)))
+        if client.moved_state is not None:
+            reply = WithState(client.moved_state, reply)
         return (kept, client.memory), reply

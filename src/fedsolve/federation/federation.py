@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.counters import Count
-from fedsolve.federation.exchange import Exchange, Restricted
+from fedsolve.federation.exchange import Exchange, Restricted, WithState
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import AlgorithmLike, State
@@ -70,6 +70,7 @@ class Federation:
         self._fault = state.fault
         self._key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
         self._asked = 0  # exchanges of this round so far
+        self._moved_buffers: _Buffers | None = None  # of the last exchange with local steps
         self.bytes_up, self.bytes_down = Count.zero(), Count.zero()
         self.messages_up, self.messages_down = Count.zero(), Count.zero()
         self.vectors_up = Count.zero()
@@ -125,6 +126,8 @@ class Federation:
         """
         if self.contributions is not None:
             message = Restricted(self.contributions, message)
+        if self._problem.averages_state:
+            message = WithState(self._state.buffers, message)
         exchange = Exchange(
             self._problem, self._key, self.w, self.round, self._asked, method, message
         )
@@ -135,7 +138,10 @@ class Federation:
         values, arrived = self._deliver(exchange, cohort, asked)
         self._check_finite(values, exchange.number, cohort, arrived)
         self._count(exchange, cohort, asked, arrived, values)
-        return Replies(values, arrived)
+        if not isinstance(values, WithState):
+            return Replies(values, arrived)
+        moved = self._moved_buffers = _Buffers(values.state, arrived)
+        return Replies(values.content, arrived, moved.weigh)
 
     def publish(self, packet: Packet, when: Flag = True) -> None:
         """Move w by a packet, w ← w + packet, on the server and on every client.
@@ -183,8 +189,14 @@ class Federation:
             vectors_up=before.vectors_up + self.vectors_up,
             fault=jnp.where(broken, here, self._fault),
             seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
+            buffers=self._next_buffers(),
         )
         return state, jax.tree.map(jnp.asarray, info) | self._costs(algorithm, state)
+
+    def _next_buffers(self) -> PyTree:
+        """Return the state of the loss for the next round."""
+        before, moved = self._state.buffers, self._moved_buffers
+        return before if moved is None else moved.mean(before)
 
     def _costs(self, algorithm: AlgorithmLike, state: State) -> Info:
         """Columns of the history that every algorithm has."""
@@ -276,6 +288,33 @@ class Federation:
             self._seen,
             self._published,
         )
+
+
+class _Buffers:
+    """The clients' next states of the loss, which count as their replies do."""
+
+    def __init__(self, states: PyTree, arrived: Flags):
+        self._states, self._arrived = states, arrived
+        self._weights: Float[Array, " m"] | None = None
+
+    def weigh(self, weights: Float[Array, " m"]) -> None:
+        """Take the weights of the replies, which were summed with them."""
+        self._weights = weights
+
+    def mean(self, before: PyTree) -> PyTree:
+        """Return the weighted mean over the clients heard; the state before if there were none."""
+        weights = jnp.ones(self._arrived.shape) if self._weights is None else self._weights
+        weights = jnp.where(self._arrived, weights, 0)
+        heard = jnp.sum(weights) > 0
+        shares = weights / jnp.where(heard, jnp.sum(weights), 1)
+
+        def one(old: Array, new: Array) -> Array:
+            mean = jnp.tensordot(shares, new.astype(shares.dtype), 1)
+            if not jnp.issubdtype(old.dtype, jnp.floating):  # such as a count of batches
+                mean = jnp.round(mean)
+            return jnp.where(heard, mean.astype(old.dtype), old)
+
+        return jax.tree.map(one, before, self._states)
 
 
 def tree_bytes(tree: PyTree) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ class Replies(eqx.Module):
     Args:
         values: The answers, stacked on a leading axis.
         arrived: One flag for each client of the cohort.
+        on_sum: Function that is told the weights of a sum.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np
@@ -32,6 +35,7 @@ class Replies(eqx.Module):
 
     values: PyTree
     arrived: Bool[Array, " m"] | Bool[np.ndarray, " m"]
+    on_sum: Callable[[Float[Array, " m"]], None] | None = eqx.field(static=True, default=None)
 
     @property
     def count(self) -> Int[Array, ""] | int:
@@ -45,7 +49,7 @@ class Replies(eqx.Module):
 
     def pick(self, part: str | int) -> Replies:
         """Return the part of the answers with that name or position."""
-        return Replies(self.values[part], self.arrived)
+        return Replies(self.values[part], self.arrived, self.on_sum)
 
     def sum(self, weights: Float[Array, " m"] | None = None) -> PyTree:
         """Return Σ weight_j · reply_j over those that arrived.
@@ -56,6 +60,8 @@ class Replies(eqx.Module):
         Returns:
             A tree of arrays in the form of one reply.
         """
+        if self.on_sum is not None and weights is not None:
+            self.on_sum(weights)
 
         def add(value: Packet | Array) -> Array:
             if isinstance(value, Packet):

@@ -59,6 +59,7 @@ class State(eqx.Module):
     vectors_up: Count  # answers that contain more than single numbers
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
     seconds: Seconds | None  # of simulated time so far, where there is a clock
+    buffers: PyTree = None  # the state of the loss, where the server averages it
 
     @classmethod
     def start(
@@ -100,7 +101,12 @@ class State(eqx.Module):
             vectors_up=Count.zero(),
             fault=jnp.full(3, -1, jnp.int32),
             seconds=Seconds.zero() if timed else None,
+            buffers=jax.tree.map(jnp.asarray, problem.state) if problem.averages_state else None,
         )
+
+    def problem_now(self, problem: Problem) -> Problem:
+        """Return the problem with the state of the loss that the server has now."""
+        return problem.with_state(self.buffers) if problem.averages_state else problem
 
     @property
     def evaluation_key(self) -> PRNGKey:

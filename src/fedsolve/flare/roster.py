@@ -76,6 +76,7 @@ class Roster:
         self._holds: dict[str, str] = {}  # the w that each site was last known to hold
         # An evaluation to ask for with the next question
         self._wish: tuple[int, Parameters, PyTree] | None = None
+        self._state: PyTree = None  # of the loss, for that evaluation
         self._values: dict[str, PyTree] = {}  # each site's, when it was last asked for them
 
     @property
@@ -210,12 +211,15 @@ class Roster:
         whys = [f"{site}: {self._why[site]}" for site in sorted(sites) if site in self._why]
         return f" ({'; '.join(whys)})" if whys else ""
 
-    def request_values(self, round: int, w: Parameters, template: PyTree) -> None:
+    def request_values(
+        self, round: int, w: Parameters, template: PyTree, state: PyTree = None
+    ) -> None:
         """Ask every site for the values of its clients at w, along with the next question.
 
-        A message of its own would cost as much as a question.
+        A message of its own would cost as much as a question. `state` is the loss's, if the server
+        averages it.
         """
-        self._wish = round, w, template
+        self._wish, self._state = (round, w, template), state
 
     def values(self) -> dict[str, PyTree]:
         """Return the values that sites sent, by site; ask now if no question was sent since."""
@@ -232,7 +236,12 @@ class Roster:
 
     def _evaluations(self, round: int) -> dict[str, dict]:
         return {
-            site: {"kind": "evaluate", "round": round, "first": first}
+            site: {
+                "kind": "evaluate",
+                "round": round,
+                "first": first,
+                "settled": self.settled.get(site, (-1, [])),
+            }
             for site, (first, _) in self.ranges.items()
         }
 
@@ -300,6 +309,8 @@ class Roster:
     ) -> bytes:
         news: Table = {"want": self._names[-1]}
         extra: dict[str, PyTree] = {}
+        if self._state is not None and ("look" in head or head["kind"] == "evaluate"):
+            extra["state"] = self._state
         holds = self._holds.get(site, START)
         if whole or holds not in self._names:
             news["whole"], extra["w"] = True, w

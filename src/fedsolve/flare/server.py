@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
@@ -146,7 +146,7 @@ class Deployed(Runtime):
             return Deployment(problem, state, link).play(algorithm)
 
         self._play = prepared(play, problem, algorithm)
-        self._combined = prepared(combined, problem)
+        self._combined = prepared(_combined, problem)
         self._values = jax.eval_shape(self._one_clients_values)
         self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
 
@@ -166,7 +166,7 @@ class Deployed(Runtime):
         link.hello(self._sites, self._may_grow)
         link.restore_packets(head["link"], arrays)
         if self.waiting:
-            link.request_values(int(state.round), state.w, self._values)
+            link.request_values(int(state.round), state.w, self._values, state.buffers)
         return _grown(state, link.clients - before)
 
     def advance(self, state: State, spans: Spans) -> Advanced:
@@ -185,7 +185,7 @@ class Deployed(Runtime):
             if evaluate:
                 self.news = self._news(answered)
                 self.waiting = entry_history(info, stop)
-                link.request_values(stop, state.w, self._values)
+                link.request_values(stop, state.w, self._values, state.buffers)
                 self._began, self._rounds = time.perf_counter(), 0
         return Advanced(state, joined(complete) or no_history())
 
@@ -213,7 +213,7 @@ class Deployed(Runtime):
         shares = self.algorithm.objective_weights(state.server, state.participation)
         found = self.link.values()
         if found:
-            values = self._over_sites(state.w, found, shares)
+            values = self._over_sites(state, found, shares)
         else:
             values = self._unknown(state.w, shares)
         self.told = self.news
@@ -232,17 +232,21 @@ class Deployed(Runtime):
 
     def _one_clients_values(self) -> Values:
         key, w = jax.random.key(self._seed), self.problem.start()
-        return jax.tree.map(lambda leaf: leaf[0], client_values(self.problem, w, key))
+        n, kept = self.problem.n, self.problem.init_memory()
+        memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), kept)
+        return jax.tree.map(
+            lambda leaf: leaf[0], client_values(self.problem, w, key, memory=memory)
+        )
 
-    def _over_sites(self, w: Vector, found: dict[str, Values], shares: Shares) -> Info:
+    def _over_sites(self, state: State, found: dict[str, Values], shares: Shares) -> Info:
         """Return f and g over all clients that were heard; `shares` are of all clients."""
         heard = sorted(found)
         values = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(found[s] for s in heard))
         if shares is None:
-            return self._combined(w, values)
+            return self._combined(state.buffers, state.w, values)
         places = [self.link.ranges[site] for site in heard]
         rows = np.concatenate([np.arange(first, first + count) for first, count in places])
-        return self._combined(w, values, shares[rows])
+        return self._combined(state.buffers, state.w, values, shares[rows])
 
     def _unknown(self, w: Vector, shares: Shares) -> Info:
         """Return NaN for each column of an evaluation: nobody was heard."""
@@ -256,6 +260,11 @@ class Deployed(Runtime):
         """Return whether the algorithm can take new clients in the middle of a run."""
         now, then = (_shapes(self.problem, self.algorithm, n) for n in (clients, self.link.clients))
         return (now.server, now.participation) == (then.server, then.participation)
+
+
+def _combined(problem: Problem, buffers: PyTree, w: Vector, values: Values, *shares: Array) -> Info:
+    now = problem if buffers is None else problem.with_state(buffers)
+    return combined(now, w, values, *shares)
 
 
 class JournalSaver:

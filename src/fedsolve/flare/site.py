@@ -115,7 +115,9 @@ class SiteClients:
                 if not self._catch_up(head, arrays):
                     return encode({"status": "behind"}, {})
                 if kind == "evaluate":
-                    return encode({"status": "ok"}, self._values(head, "round"))
+                    if self._problem.keeps_own:  # the values depend on what clients keep
+                        self._settle(_whole(head, "round"), head.get("settled"))
+                    return encode({"status": "ok"}, self._values(head, "round", arrays))
                 return self._ask(head, arrays)
             except Refused as refused:
                 return encode({"status": "refused", "reason": str(refused)}, {})
@@ -140,12 +142,19 @@ class SiteClients:
         messages = [exchange.message for exchange in self._protocol.exchanges]
         news = max(map(size_of, self._protocol.packets), default=0)
         asked = self._count * np.dtype(np.int32).itemsize
-        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news + asked
+        state = 0 if self._problem.state is None else size_of(self._problem.state)
+        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news + asked + state
 
-    def _values(self, head: Table, name: str) -> dict[str, PyTree]:
+    def _values(self, head: Table, name: str, arrays: dict[str, np.ndarray]) -> dict[str, PyTree]:
         """Return the clients' values at w, at the end of the round with that name in the head."""
         round, first = (jnp.int32(_whole(head, each)) for each in (name, "first"))
-        return {"values": self._evaluate(jnp.asarray(self._w), self._seed, round, first)}
+        state, memory = None, None
+        if self._problem.averages_state:
+            state = take(arrays, "state", self._problem.state)
+        if self._problem.keeps_own:
+            memory = jax.tree.map(jnp.asarray, self._states[1])
+        w = jnp.asarray(self._w)
+        return {"values": self._evaluate(w, self._seed, round, first, state, memory)}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
@@ -163,8 +172,11 @@ class SiteClients:
         if local.min() < 0 or local.max() >= self._count:
             raise Refused("it asks for clients that are not here")
         message = take(arrays, "message", exchange.message)
-        nothing_left(arrays)
         used, look = _numbers(head.get("used"), number), head.get("look")
+        seen = {
+            k: arrays.pop(k) for k in list(arrays) if look is not None and k.startswith("state.")
+        }
+        nothing_left(arrays)
         self._settle(round, head.get("settled"))
         digest = hashlib.sha256(
             json.dumps([round, number, clients.tolist(), used, self._w_name, look]).encode()
@@ -178,7 +190,7 @@ class SiteClients:
         moved, reply = self._compute(number, round, clients, local, rows, message)
         moves = not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
-        values = {} if look is None else self._values(head, "look")
+        values = {} if look is None else self._values(head, "look", seen)
         answer = encode(told, {"reply": reply} | values)
         if known is not None and _same(known.rows, moved):  # given before this process began
             known.reply = answer
@@ -373,8 +385,17 @@ def _moved(w: Vector | np.ndarray, packet: Packet) -> Vector:
     return jnp.asarray(w) + packet.dense()
 
 
-def _evaluate(problem: Problem, w: Vector, seed: SeedWords, round: Round, first: Round) -> Values:
-    return client_values(problem, w, evaluation_key(seed, round), first)
+def _evaluate(
+    problem: Problem,
+    w: Vector,
+    seed: SeedWords,
+    round: Round,
+    first: Round,
+    state: PyTree,
+    memory: PyTree,
+) -> Values:
+    problem = problem if state is None else problem.with_state(state)
+    return client_values(problem, w, evaluation_key(seed, round), first, memory=memory)
 
 
 def _same(one: PyTree, other: PyTree) -> bool:

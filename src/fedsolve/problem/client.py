@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.constraints import Constraint
+from fedsolve.problem.passes import Passes
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Number, PRNGKey, PyTree, Vector
+from fedsolve.types import Flag, Number, Personal, PRNGKey, PyTree, Round, Vector
 
 if TYPE_CHECKING:
     from fedsolve.problem.problem import Problem
+
+NOISE = 2**31 - 2  # folded into the key of a minibatch for the noise of a random loss
+Slope = tuple[Vector, Any, PyTree]  # by w, by the personal parameters; the next state
+
+
+@dataclasses.dataclass
+class _Now:
+    """What moves while a client computes; shared with the clients that it is restricted to."""
+
+    memory: PyTree
+    state: PyTree  # of the loss, where the client does not keep one of its own
+    training: bool = False  # whether gradients are those of local steps, which move the rest
+    stepped: bool = False
+    batch: Samples | None = None  # the minibatch of a pass without replacement
+    own_slope: Personal | None = None
 
 
 class Client:
@@ -70,9 +89,14 @@ class Client:
         self.round = round
         self.index = index
         self.key = key
-        self.memory = memory
         self._problem = problem
         self._samples = samples
+        self._now = _Now(memory, problem.state)
+
+    @property
+    def memory(self) -> PyTree:
+        """What the client keeps between rounds."""
+        return self._now.memory
 
     @property
     def samples_count(self) -> Int[Array, ""] | int:
@@ -90,7 +114,7 @@ class Client:
         return self._problem.constraint is None
 
     def objective(self, w: Vector, key: PRNGKey | None = None) -> Float[Array, ""]:
-        """Compute f_j(w).
+        """Compute f_j(w), without noise.
 
         Args:
             w: Where to evaluate.
@@ -99,19 +123,19 @@ class Client:
         Returns:
             The value, a scalar.
         """
-        return self._problem.value(w, self._draw_samples(key))
+        return self._problem.objective(self._params(w), self._draw_samples(key))
 
     def grad(self, w: Vector, key: PRNGKey | None = None) -> Vector:
-        """Compute ∇f_j(w).
+        """Compute ∇f_j(w); of a random loss, with noise.
 
         Args:
             w: Where to evaluate.
-            key: Key of the minibatch; by default this client's `key`.
+            key: Key of the minibatch and the noise; by default this client's `key`.
 
         Returns:
             The gradient.
         """
-        return jax.grad(self.objective)(w, key)
+        return self._moved(lambda: self._objective_slope(w, key))
 
     def measure(self, w: Vector, key: PRNGKey | None = None) -> PyTree:
         """Compute what the server needs from this client to evaluate g(w).
@@ -130,7 +154,7 @@ class Client:
         scale = 1
         if batch is not None:
             scale = self.samples_count / batch if self._samples.is_one_set else None
-        return self._constraint.measure(self._problem.layout.unravel(w), samples, scale)
+        return self._constraint.measure(self._params(w), samples, scale)
 
     def representation(
         self, w: Vector, key: PRNGKey | None = None
@@ -150,7 +174,8 @@ class Client:
         samples, represent = self._draw_samples(key), self._problem.representation
         if represent is None or isinstance(samples.mask, dict):
             raise InvalidInput("Representations need the problem's function of one set of samples.")
-        rows = represent(self._problem.layout.unravel(w), samples.values)
+        extra = () if self._problem.state is None else (samples.state,)
+        rows = represent(self._params(w), samples.values, *extra)
         real = jnp.ones(len(rows), bool) if samples.mask is None else samples.mask
         return rows.reshape(len(rows), -1), real / jnp.sum(real)
 
@@ -170,8 +195,7 @@ class Client:
         Raises:
             InvalidInput: If the problem has no constraint.
         """
-        params = self._problem.layout.unravel(w)
-        return self._constraint.local(params, self._draw_samples(key), focus)
+        return self._constraint.local(self._params(w), self._draw_samples(key), focus)
 
     def constraint_grad(
         self, w: Vector, focus: PyTree = None, key: PRNGKey | None = None
@@ -186,7 +210,7 @@ class Client:
         Returns:
             The gradient.
         """
-        return jax.grad(self.constraint)(w, focus, key)
+        return self._moved(lambda: self._constraint_slope(w, focus, key))
 
     def direction(
         self, w: Vector, sigma: Number | int, focus: PyTree = None, key: PRNGKey | None = None
@@ -203,19 +227,162 @@ class Client:
             The mixed gradient; ∇f_j(w) if the problem has no constraint.
         """
 
-        def objective() -> Vector:
-            return self.grad(w, key)
+        def objective() -> Slope:
+            return self._objective_slope(w, key)
 
-        def constraint() -> Vector:
-            return self.constraint_grad(w, focus, key)
+        def constraint() -> Slope:
+            return self._constraint_slope(w, focus, key)
 
-        def blend() -> Vector:
-            return (1 - sigma) * objective() + sigma * constraint()
+        def blend() -> Slope:
+            slope, own, state = objective()
+            other, other_own, _ = constraint()
+            if own is not None:
+                own = (1 - sigma) * own + sigma * other_own
+            return (1 - sigma) * slope + sigma * other, own, state
 
         if self.unconstrained:
-            return objective()
+            return self._moved(objective)
         which = jnp.where(sigma <= 0, 0, jnp.where(sigma >= 1, 1, 2))
-        return lax.switch(which, (objective, constraint, blend))
+        return self._moved(lambda: lax.switch(which, (objective, constraint, blend)))
+
+    def penalised(
+        self, w: Vector, factor: Number | int, focus: PyTree = None, key: PRNGKey | None = None
+    ) -> Vector:
+        """Compute ∇f_j(w) + factor·∇g_j(w); with a factor of 0, ∇g_j(w) is not computed.
+
+        Args:
+            w: Where to evaluate.
+            factor: The weight of the constraint, at least 0.
+            focus: As for `constraint`.
+            key: Key of the minibatch; by default this client's `key`.
+
+        Returns:
+            The sum; ∇f_j(w) if the problem has no constraint.
+        """
+
+        def add(found: Slope) -> Slope:
+            slope, own, state = found
+            other, other_own, _ = self._constraint_slope(w, focus, key)
+            return slope + factor * other, own if own is None else own + factor * other_own, state
+
+        def penalised() -> Slope:
+            objective = self._objective_slope(w, key)
+            if self.unconstrained:
+                return objective
+            return lax.cond(factor > 0, add, lambda found: found, objective)
+
+        return self._moved(penalised)
+
+    # Local steps
+
+    @property
+    def personal(self) -> Any:  # Personal | None
+        """This client's personal parameters; None if there are none."""
+        return self.memory.personal if self._problem.layout.personal_size else None
+
+    @property
+    def own_slope(self) -> Any:  # Personal | None
+        """The gradient by the personal parameters, of the last call of `grad` or another one."""
+        return self._now.own_slope
+
+    @property
+    def state(self) -> PyTree:
+        """The state of the loss (`Problem.state`), as it is on this client."""
+        return self.memory.state if self._problem.keeps_state else self._now.state
+
+    def move_personal(self, step: Personal) -> None:
+        """Add to the personal parameters.
+
+        Args:
+            step: What to add.
+        """
+        assert self.personal is not None
+        self._now.memory = self.memory._replace(personal=self.personal + step)
+
+    def repeat(
+        self,
+        steps: Number | int,
+        body: Callable[..., PyTree],
+        start: PyTree,
+        first: Number | int = 0,
+    ) -> PyTree:
+        """Run a loop of local steps, like `lax.fori_loop`.
+
+        Gradients in the body belong to local steps: they move the state of the loss.
+
+        Args:
+            steps: Where the loop ends.
+            body: Function of (step, values) that returns the next values.
+            start: The values at first.
+            first: The first step.
+
+        Returns:
+            The values after the last step.
+        """
+        before, self._now.training = self._now.training, True
+        if self._moves is None:
+            end = lax.fori_loop(first, steps, body, start)
+        else:
+
+            def both(step: Round, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+                values, moving = carry
+                self._put(moving)
+                return body(step, values), self._moves
+
+            end, moving = lax.fori_loop(first, steps, both, (start, self._moves))
+            self._put(moving)
+        self._now.training = before
+        return end
+
+    def each_batch(
+        self, epochs: int, key: PRNGKey, body: Callable[..., PyTree], start: PyTree
+    ) -> PyTree:
+        """Run a loop over shuffled minibatches: each pass uses every sample once.
+
+        Args:
+            epochs: The number of passes.
+            key: Key of the order of the samples.
+            body: Function of (step, values) that returns the next values. Whatever key it gives to
+                `grad` and others, they use the minibatch of the step.
+            start: The values at first.
+
+        Returns:
+            The values after the last step.
+        """
+        size, drop_last = self._problem.batch_size, self._problem.drop_last
+        passes = Passes(self._samples, size, drop_last)
+
+        def one_pass(epoch: Round, values: PyTree) -> PyTree:
+            order = passes.shuffled(jax.random.fold_in(key, epoch))
+            done = epoch * passes.count
+
+            def full(step: Round, values: PyTree) -> PyTree:
+                self._now.batch = passes.full(order, step)
+                return body(done + step, values)
+
+            values = self.repeat(passes.full_count, full, values)
+            if not passes.has_partial:
+                return values
+
+            def partial(values: PyTree) -> PyTree:
+                self._now.batch = passes.partial(order)
+                return body(done + passes.full_count, values)
+
+            return self._if(passes.partial_size > 0, partial, values)
+
+        end = self.repeat(epochs, one_pass, start)
+        self._now.batch = None
+        return end
+
+    def count_steps(self, epochs: int) -> Number | int:
+        """Return the number of steps of `each_batch`."""
+        size, drop_last = self._problem.batch_size, self._problem.drop_last
+        return epochs * Passes(self._samples, size, drop_last).count
+
+    @property
+    def moved_state(self) -> PyTree:
+        """The state after local steps, where it is for the server to average; else None."""
+        return self._now.state if self._problem.averages_state and self._now.stepped else None
 
     def restricted(self, count: Number | int, key: PRNGKey) -> Client:
         """Return this client with only some of its samples, drawn without replacement.
@@ -238,7 +405,93 @@ class Client:
             memory: The new memory, of the structure that `Problem.init_memory` returns. It must not
                 be set inside `lax.scan`, `lax.cond` or other functions that JAX traces.
         """
-        self.memory = memory
+        self._now.memory = memory
+
+    @property
+    def _moves(self) -> PyTree:
+        """What local steps move besides w: the personal parameters and the state, if any."""
+        problem = self._problem
+        moves_state = problem.averages_state or problem.keeps_state
+        if not problem.layout.personal_size and not moves_state:
+            return None
+        return self.personal, self.state if moves_state else None
+
+    def _put(self, moving: PyTree) -> None:
+        """Set what local steps move."""
+        personal, state = moving
+        if self._problem.keeps_own:
+            self._now.memory = self.memory._replace(
+                personal=personal, state=state if self._problem.keeps_state else None
+            )
+        if self._problem.averages_state:
+            self._now.state = state
+        self._now.stepped = True
+
+    def _if(self, flag: Flag, function: Callable[[PyTree], PyTree], values: PyTree) -> PyTree:
+        """Apply a function that takes a local step, if the flag is set."""
+        moving = self._moves
+
+        def then(carry: PyTree) -> PyTree:
+            values, moving = carry
+            if moving is not None:
+                self._put(moving)
+            return function(values), self._moves
+
+        if isinstance(flag, bool | np.bool_):
+            return function(values) if flag else values
+        values, moving = lax.cond(flag, then, lambda carry: carry, (values, moving))
+        if moving is not None:
+            self._put(moving)
+        return values
+
+    def _moved(self, slope: Callable[[], Slope]) -> Vector:
+        """Return a gradient, and move what it moves."""
+        found, own, state = slope()
+        self._now.own_slope = own
+        if self._now.training and state is not None:
+            self._put((self.personal, state))
+        return found
+
+    def _objective_slope(self, w: Vector, key: PRNGKey | None) -> Slope:
+        """Return ∇f_j by w and by the personal parameters, and the next state."""
+        samples, objective = self._draw_to_train(key), self._problem.objective
+        if self._moves is None:
+            slope = jax.grad(lambda w: objective(self._params(w), samples))(w)
+            return slope, None, None
+
+        def loss(w: Vector, personal: Personal | None) -> tuple[Float[Array, ""], PyTree]:
+            return objective.moved(self._problem.params_at(w, personal), samples)
+
+        both = None if self.personal is None else 1
+        by = 0 if both is None else (0, 1)
+        slopes, state = jax.grad(loss, by, has_aux=True)(w, self.personal)
+        slope, own = (slopes, None) if both is None else slopes
+        return slope, own, state if self._moves[1] is not None else None
+
+    def _constraint_slope(self, w: Vector, focus: PyTree, key: PRNGKey | None) -> Slope:
+        """Return ∇g_j by w and by the personal parameters, and the next state.
+
+        The state moves as it does in a step along ∇f_j: by a pass of f_j over the same samples.
+        """
+        samples, constraint = self._draw_to_train(key), self._constraint
+        if self._moves is None:
+            slope = jax.grad(lambda w: constraint.local(self._params(w), samples, focus))(w)
+            return slope, None, None
+
+        def value(w: Vector, personal: Personal | None) -> Float[Array, ""]:
+            return constraint.local(self._problem.params_at(w, personal), samples, focus)
+
+        if self.personal is None:
+            slope, own = jax.grad(value)(w, None), None
+        else:
+            slope, own = jax.grad(value, (0, 1))(w, self.personal)
+        state = None
+        if self._moves[1] is not None:
+            state = self._problem.objective.moved(self._params(w), samples)[1]
+        return slope, own, state
+
+    def _params(self, w: Vector) -> PyTree:
+        return self._problem.params_at(w, self.personal)
 
     @property
     def _constraint(self) -> Constraint:
@@ -249,6 +502,16 @@ class Client:
 
     def _draw_samples(self, key: PRNGKey | None) -> Samples:
         """Return all samples, or a minibatch if the problem has a batch size."""
-        if self._problem.batch_size is None:
-            return self._samples
-        return self._samples.draw(self.key if key is None else key, self._problem.batch_size)
+        samples = self._samples
+        if self._now.batch is not None:
+            samples = self._now.batch
+        elif self._problem.batch_size is not None:
+            samples = samples.draw(self.key if key is None else key, self._problem.batch_size)
+        if self._problem.state is None:
+            return samples
+        return dataclasses.replace(samples, state=self.state)
+
+    def _draw_to_train(self, key: PRNGKey | None) -> Samples:
+        """Return samples as for `_draw_samples`, with the key of a random loss."""
+        noise = jax.random.fold_in(self.key if key is None else key, NOISE)
+        return dataclasses.replace(self._draw_samples(key), noise=noise)

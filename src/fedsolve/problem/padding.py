@@ -11,6 +11,7 @@ is an average is checked when the problem is made.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,19 +34,50 @@ class PerClient(eqx.Module):
         function: The user's function.
         sees_mask: Whether it uses `data["mask"]`.
         averages: The set of samples that it averages over; None if there is only one set.
+        is_random: Whether it takes a key, as a random loss does.
+        has_state: Whether it takes the problem's state.
+        returns_state: Whether it also returns the next state.
     """
 
     function: Callable = eqx.field(static=True)
     sees_mask: bool = eqx.field(static=True)
     averages: str | None = eqx.field(static=True)
+    is_random: bool = eqx.field(static=True, default=False)
+    has_state: bool = eqx.field(static=True, default=False)
+    returns_state: bool = eqx.field(static=True, default=False)
 
     def __call__(self, params: PyTree, samples: Samples) -> PyTree:
         """Return the function's value on the real samples."""
+        return self._value(params, samples)[0]
+
+    def moved(self, params: PyTree, samples: Samples) -> tuple[PyTree, PyTree]:
+        """Return the function's value on the real samples, and the next state."""
+        value, state = self._value(params, samples)
+        return value, samples.state if state is None else state
+
+    def _on(
+        self, params: PyTree, data: PyTree, samples: Samples, row: Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Call the user's function with what it takes; return its value and the next state."""
+        noise = samples.noise
+        if noise is not None and row is not None:
+            noise = jax.random.fold_in(noise, row)
+        extra = ((noise,) if self.is_random else ()) + ((samples.state,) if self.has_state else ())
+        found = self.function(params, data, *extra)
+        return found if self.returns_state else (found, None)
+
+    def _value(self, params: PyTree, samples: Samples) -> tuple[PyTree, PyTree]:
         samples = samples.gathered()
         if self.sees_mask:
-            return self.function(params, {**samples.values, "mask": full_mask(samples)})
+            return self._on(params, {**samples.values, "mask": full_mask(samples)}, samples)
         if samples.mask is None:
-            return self.function(params, samples.values)
+            return self._on(params, samples.values, samples)
+        if self.returns_state and samples.noise is not None:
+            raise InvalidInput(
+                "A loss with a state is not an average over single samples, so it cannot train on "
+                "padded ones; give batch_size (and drop_last=True with local_epochs), or let the "
+                'loss use data["mask"].'
+            )
         name = self.averages
         mask = samples.mask if name is None else samples.mask[name]
         sampled = samples.values if name is None else samples.values[name]
@@ -53,31 +85,49 @@ class PerClient(eqx.Module):
         leaves, structure = jax.tree.flatten(sampled)
         axes = [0 if has_rows(leaf, mask) else None for leaf in leaves]  # None: not samples
 
-        def one(*sample: Array) -> Float[Array, ""]:
+        def one(row: Array | None, *sample: Array) -> Float[Array, ""]:
             alone = structure.unflatten(
                 leaf if axis is None else leaf[None]
                 for leaf, axis in zip(sample, axes, strict=True)
             )
-            return self.function(params, alone if name is None else {**samples.values, name: alone})
+            data = alone if name is None else {**samples.values, name: alone}
+            return self._on(params, data, samples, row)[0]
 
-        values = jax.vmap(one, axes)(*leaves)
-        return jnp.sum(jnp.where(mask, values, 0)) / jnp.sum(mask)
+        rows = None if samples.noise is None else jnp.arange(len(mask))
+        values = jax.vmap(one, (None if rows is None else 0, *axes))(rows, *leaves)
+        return jnp.sum(jnp.where(mask, values, 0)) / jnp.sum(mask), None
 
 
 def per_client(
-    name: str, function: Callable[..., Any], params: PyTree, stacked: Samples, sums: bool = False
+    name: str,
+    function: Callable[..., Any],
+    params: PyTree,
+    stacked: Samples,
+    sums: bool = False,
+    state: PyTree = None,
+    moves: bool = False,
 ) -> PerClient:
     """Wrap a user's function so that it is exact on padded samples; raise if that cannot be done.
 
-    `sums`: the function returns sums over samples, not an average, so it must use the mask.
+    Args:
+        name: What the function is, for messages.
+        function: The function, of (params, data) and perhaps of a key and a state.
+        params: The parameters.
+        stacked: All clients' samples.
+        sums: Whether it returns sums over samples, not an average, so that it must use the mask.
+        state: The problem's state; None for none.
+        moves: Whether the function returns the next state, too.
     """
+    has_state = state is not None
+    extra = is_random(function), has_state, moves and has_state
     if stacked.mask is None:
-        return PerClient(function, sees_mask=False, averages=None)
+        return PerClient(function, False, None, *extra)
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), stacked)
+    plain = _in_evaluation(function, *extra, state)
     if isinstance(one.values, dict):
-        used = _entries_used(function, params, {**one.values, "mask": full_mask(one)})
+        used = _entries_used(plain, params, {**one.values, "mask": full_mask(one)})
         if "mask" in used:
-            return PerClient(function, sees_mask=True, averages=None)
+            return PerClient(function, True, None, *extra)
     else:
         used = set()
     if sums:
@@ -90,9 +140,37 @@ def per_client(
                 'clients that differ in size; let it use data["mask"].'
             )
         averages = used.pop()
-    wrapped = PerClient(function, sees_mask=False, averages=averages)
-    _check_average(name, wrapped, params, stacked)
-    return wrapped
+    _check_average(name, PerClient(plain, False, averages), params, stacked)
+    return PerClient(function, False, averages, *extra)
+
+
+def is_random(function: Callable[..., Any]) -> bool:
+    """Return whether a function of (params, data) takes a key as its third argument.
+
+    That is an argument named `key`, or one that has no default.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some callables have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3:
+        return False
+    third = positional[2]
+    return third.name == "key" or (third.name != "state" and third.default is third.empty)
+
+
+def _in_evaluation(
+    function: Callable[..., Any], is_random: bool, has_state: bool, moves: bool, state: PyTree
+) -> Callable[..., Any]:
+    """Return the function of (params, data) that evaluation uses."""
+
+    def plain(params: PyTree, data: PyTree) -> PyTree:
+        extra = ((None,) if is_random else ()) + ((state,) if has_state else ())
+        found = function(params, data, *extra)
+        return found[0] if moves else found
+
+    return plain if is_random or has_state else function
 
 
 def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Samples) -> None:

@@ -8,8 +8,10 @@ Problems and models see parameters in their own structure; algorithms see one fl
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,18 +25,33 @@ from fedsolve.fields import check_count
 from fedsolve.problem.client import Client
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.domains import Domain, WholeSpace
-from fedsolve.problem.layout import Layout, as_device_array, is_parameter
-from fedsolve.problem.padding import per_client
-from fedsolve.problem.samples import Samples, as_samples
+from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
+from fedsolve.problem.padding import PerClient, per_client
+from fedsolve.problem.samples import Samples, as_samples, full_mask
 from fedsolve.problem.stacking import pool
-from fedsolve.types import PRNGKey, PyTree, Vector
+from fedsolve.types import Personal, PRNGKey, PyTree, Vector
+
+BUFFERS = ("average", "local", "frozen")
+
+
+class Kept(NamedTuple):
+    """What a client keeps of the model: its personal parameters, and a state of its own."""
+
+    personal: Personal | None
+    state: PyTree
 
 
 class Problem(eqx.Module):
     """A federated optimization problem.
 
+    A loss that draws random numbers (dropout, augmentation, noise) takes a third argument `key`:
+    local steps give it a JAX key that follows from seed, round, exchange, client and step, and
+    evaluation gives None. A loss with a `state` (running statistics) takes one more argument and
+    returns (value, next state); it moves in local steps only.
+
     Args:
-        objective: f_j, a function of (params, one client's data) that returns a scalar.
+        objective: f_j, a function of (params, one client's data) that returns a scalar; with a
+            third argument `key` if it is random, and with `state` if there is one.
         clients: All clients' data; every leaf has a leading client axis. `stack_clients` makes it
             from clients of different sizes.
         params: The initial parameters, in any structure of floating-point arrays.
@@ -50,6 +67,20 @@ class Problem(eqx.Module):
         representation: Function of (params, one client's data) that returns a row for each sample,
             such as the output of a network's last hidden layer, for algorithms that compare models
             by it.
+        drop_last: Whether passes of `local_epochs` leave out a last batch that is not full.
+        state: What the loss keeps besides parameters, in any structure of arrays, such as the
+            running statistics of batch normalisation; None for nothing. Then `objective` is a
+            function of (params, data, state) or (params, data, key, state) that returns (value,
+            next state); constraint, metrics and `representation` take `state` as their last
+            argument and return only their value.
+        buffers: What becomes of the clients' next states: `"average"` (the server averages them,
+            with the weights of the replies), `"local"` (each client keeps its own, as FedBN does)
+            or `"frozen"` (the state stays as it is).
+        trainable: Which parameters are trained: a list of names, or first parts of dotted names
+            (`["head"]`), or a function of (name, value); None for all. The others are given to the
+            functions as they are, and neither sent nor counted.
+        personal: Which parameters stay on the clients, each of which trains its own, in the form of
+            `trainable`; None for none.
 
     Raises:
         InvalidInput: If the data or parameters are empty, of the wrong type or not finite, or if a
@@ -68,7 +99,7 @@ class Problem(eqx.Module):
         (4, 3)
     """
 
-    objective: Callable = eqx.field(static=True)
+    objective: PerClient = eqx.field(static=True)
     samples: Samples
     params: PyTree
     constraint: Constraint | None
@@ -81,6 +112,10 @@ class Problem(eqx.Module):
     layout: Layout = eqx.field(static=True)
     optimum: float | None = eqx.field(static=True)
     given: tuple[Callable, Constraint | Callable | None]  # objective and constraint as written
+    drop_last: bool = eqx.field(static=True)
+    state: PyTree
+    buffers: str = eqx.field(static=True)
+    chosen: tuple[Which, Which] = eqx.field(static=True)  # trainable and personal, as given
 
     def __init__(
         self,
@@ -95,20 +130,36 @@ class Problem(eqx.Module):
         optimum: float | int | None = None,
         validation: PyTree = None,
         representation: Callable[..., Any] | None = None,
+        drop_last: bool = False,
+        state: PyTree = None,
+        buffers: str = "average",
+        trainable: object = None,
+        personal: object = None,
     ):
         samples = as_samples(clients)
         _check_clients(samples)
         _check_params(params)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        self.objective = _checked("objective", objective, params, samples)
+        if drop_last and batch_size is None:
+            raise InvalidInput("drop_last is about minibatches: give batch_size, too.")
+        if buffers not in BUFFERS:
+            raise InvalidInput(f"buffers must be one of {', '.join(BUFFERS)}, got {buffers!r}.")
+        self.drop_last, self.buffers = bool(drop_last), buffers
+        self.state = state
+        self.chosen = _fixed(trainable), _fixed(personal)
+        self.layout = Layout.of(params, *self.chosen)
+        if self.layout.size == 0:
+            raise InvalidInput("No parameter is trained on the server: all are fixed or personal.")
+        checked = functools.partial(_checked, params=params, samples=samples, state=self.state)
+        self.objective = checked("objective", objective, moves=True)
         self.given = objective, constraint
         self.samples = samples
         self.params = params
         self.constraint = None
         if constraint is not None:
             self.constraint = as_constraint(constraint).adapt(
-                lambda function, sums=False: _checked("constraint", function, params, samples, sums)
+                lambda function, sums=False: checked("constraint", function, sums=sums)
             )
         self.domain = domain
         self.test = test
@@ -116,7 +167,11 @@ class Problem(eqx.Module):
         self.representation = representation
         self.metrics = tuple((metrics or {}).items())
         self.batch_size = batch_size
-        self.layout = Layout.of(params)
+        if self.keeps_own and metrics:
+            raise InvalidInput(
+                "Metrics on common test data need one model for all clients: with personal "
+                'parameters or buffers="local" there is none.'
+            )
         if optimum is not None and not np.isfinite(optimum):
             raise InvalidInput(f"optimum is the least value of the objective, got {optimum}.")
         self.optimum = None if optimum is None else float(optimum)
@@ -151,19 +206,40 @@ class Problem(eqx.Module):
         """
         if isinstance(self.domain, Domain):
             return self.domain.project(w)
-        return self.layout.ravel(self.domain(self.layout.unravel(w)))
+        return self.layout.ravel(self.domain(self.params_at(w)))
 
-    def value(self, w: Vector, samples: Samples) -> Float[Array, ""]:
+    def params_at(
+        self,
+        w: Float[Array | np.ndarray, " d"],
+        personal: Float[Array | np.ndarray, " p"] | None = None,
+    ) -> PyTree:
+        """Return parameters in their own structure.
+
+        Args:
+            w: The parameters that clients share, as a vector.
+            personal: A client's personal parameters, as a vector; by default the initial ones.
+
+        Returns:
+            The parameters, with the ones that are not trained as they were given.
+        """
+        if self.layout.kinds is None:
+            return self.layout.unravel(w)
+        if personal is None and self.layout.personal_size:
+            personal = self.layout.ravel(self.params, PERSONAL)
+        return self.layout.unravel(w, personal, self.layout.frozen(self.params))
+
+    def value(self, w: Vector, samples: Samples, kept: Kept | None = None) -> Float[Array, ""]:
         """Compute f_j(w).
 
         Args:
             w: Where to evaluate.
             samples: The samples of one client.
+            kept: What the client keeps; by default as it begins.
 
         Returns:
             The value, a scalar.
         """
-        return self.objective(self.layout.unravel(w), samples)
+        return self.objective(self._params(w, kept), self.with_own_state(samples, kept))
 
     def validate(self, w: Vector) -> Float[Array, ""]:
         """Compute the objective on the data that the server holds.
@@ -206,23 +282,32 @@ class Problem(eqx.Module):
         return Client(self, samples, w, round, index, key, memory)
 
     def init_memory(self) -> PyTree:
-        """Return what one client keeps before the first round; by default nothing."""
-        return None
+        """Return what one client keeps before the first round.
 
-    def values(self, w: Vector, samples: Samples, key: PRNGKey | None) -> dict[str, PyTree]:
+        Those are its personal parameters and a state of its own, as `Kept`; by default nothing.
+        """
+        if not self.keeps_own:
+            return None
+        personal = self.layout.ravel(self.params, PERSONAL) if self.layout.personal_size else None
+        return Kept(personal, self.state if self.buffers == "local" else None)
+
+    def values(
+        self, w: Vector, samples: Samples, key: PRNGKey | None, kept: Kept | None = None
+    ) -> dict[str, PyTree]:
         """Evaluate one client.
 
         Args:
             w: Where to evaluate.
             samples: All samples of the client.
             key: Key of this evaluation and this client, for problems that draw their samples.
+            kept: What the client keeps, where clients keep parts of the model.
 
         Returns:
             `"objective"`, which is f_j(w), and `"constraint"`, what the client would send about g,
             if there is a constraint. Other entries (scalars) are averaged over clients for the
             history.
         """
-        params = self.layout.unravel(w)
+        params, samples = self._params(w, kept), self.with_own_state(samples, kept)
         found = {"objective": self.objective(params, samples)}
         if self.constraint is not None:
             found["constraint"] = self.constraint.measure(params, samples, 1)
@@ -240,6 +325,8 @@ class Problem(eqx.Module):
         objective, constraint = self.given
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
+        options |= {"drop_last": self.drop_last, "state": self.state, "buffers": self.buffers}
+        options |= {"trainable": self.chosen[0], "personal": self.chosen[1]}
         return Problem(objective, clients, self.params, constraint, self.domain, **options)
 
     def pooled(self) -> Problem:
@@ -248,6 +335,44 @@ class Problem(eqx.Module):
         f is then the mean over all samples, not over clients.
         """
         return self.with_clients(pool(self.samples))
+
+    # Parts of the model that are not parameters on the server
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether clients keep parts of the model: personal parameters, or their own state."""
+        return self.layout.personal_size > 0 or self.keeps_state
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether each client keeps a state of its own."""
+        return self.state is not None and self.buffers == "local"
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether the server averages the clients' states."""
+        return self.state is not None and self.buffers == "average"
+
+    def with_state(self, state: PyTree) -> Problem:
+        """Return the same problem with another state.
+
+        Args:
+            state: The state, of the structure of the present one.
+
+        Returns:
+            The problem.
+        """
+        return eqx.tree_at(lambda p: p.state, self, state, is_leaf=lambda node: node is None)
+
+    def _params(self, w: Vector, kept: Kept | None) -> PyTree:
+        return self.params_at(w, None if kept is None else kept.personal)
+
+    def with_own_state(self, samples: Samples, kept: Kept | None = None) -> Samples:
+        """Return the samples with the state for the loss, if there is one and they have none."""
+        if self.state is None or samples.state is not None:
+            return samples
+        own = self.state if kept is None or kept.state is None else kept.state
+        return dataclasses.replace(samples, state=own)
 
     def on_device(self, dtype: DTypeLike | None = None) -> Problem:
         """Return the same problem with its arrays on JAX's device.
@@ -276,15 +401,29 @@ class Problem(eqx.Module):
         return as_device_array(self, dtype, cast)
 
 
+def _fixed(which: object) -> Any:
+    """Return the choice of parameters as a value that can be part of a compiled program."""
+    return tuple(which) if isinstance(which, list) else which
+
+
 def _checked(
-    name: str, function: Callable[..., Any], params: PyTree, samples: Samples, sums: bool = False
-) -> Callable[..., Any]:
+    name: str,
+    function: Callable[..., Any],
+    params: PyTree,
+    samples: Samples,
+    sums: bool = False,
+    state: PyTree = None,
+    moves: bool = False,
+) -> PerClient:
     """Return a user's function made exact on padded samples; raise if it returns no scalar."""
     if not callable(function):
         raise InvalidInput(f"The {name} must be a function of (params, data), got {function!r}.")
     try:
-        exact = per_client(name, function, params, samples, sums)
+        exact = per_client(name, function, params, samples, sums, state, moves)
         one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), samples)
+        if exact.returns_state:
+            _check_state(name, exact, params, dataclasses.replace(one, state=state))
+        one = dataclasses.replace(one, state=state)
         value = eqx.filter_eval_shape(exact, as_device_array(params), one)
     except InvalidInput:
         raise
@@ -298,6 +437,25 @@ def _checked(
         got = f"shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
         raise InvalidInput(f"The {name} must return a scalar for one client, got {got}.")
     return exact
+
+
+def _check_state(name: str, exact: PerClient, params: PyTree, one: Samples) -> None:
+    """Raise if the function does not return a value and a state of the same form."""
+    bare = dataclasses.replace(one, mask=None)
+    data = {**bare.values, "mask": full_mask(one)} if exact.sees_mask else bare.values
+    extra = ((None,) if exact.is_random else ()) + (one.state,)
+    found = eqx.filter_eval_shape(exact.function, as_device_array(params), data, *extra)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise InvalidInput(f"With a state, the {name} must return (value, next state).")
+    kinds = [
+        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        for tree in (one.state, found[1])
+    ]
+    if kinds[0] != kinds[1]:
+        raise InvalidInput(
+            f"The {name} returns a state that differs from the given one in structure, shape or "
+            "type."
+        )
 
 
 def _check_params(params: PyTree) -> None:

@@ -31,11 +31,15 @@ class Samples(eqx.Module):
             samples, a dict if each entry of `values` is a separate set of samples.
         order: The row of `values` of each sample, in the structure of the mask; None if the samples
             are the rows as they are.
+        noise: The key of a random loss; None in evaluation.
+        state: What the loss keeps besides parameters, such as running statistics, as it is now.
     """
 
     values: PyTree
     mask: Mask = None
     order: Order = None
+    noise: PRNGKey | None = None
+    state: PyTree = None
 
     @property
     def size(self) -> Int[Array, ""] | int:
@@ -111,7 +115,7 @@ class Samples(eqx.Module):
         def rows(leaf: Leaf, mask: Mask, order: Order) -> Leaf:
             return leaf[order] if has_rows(leaf, order) else leaf
 
-        return Samples(self._map(rows), self.mask)
+        return Samples(self._map(rows), self.mask, None, self.noise, self.state)
 
     def _map(self, function: Callable[[Leaf, Mask, Order], Leaf]) -> PyTree:
         """Return `function(leaf, mask, order)` of every leaf, with mask and order of its set."""

@@ -185,10 +185,12 @@ class CartPole(Problem):
         batch = Batch(jnp.zeros((steps, 4), dtype), one, one, jnp.zeros((steps, 2), dtype), never)
         return Memory(networks, self._optimiser().init(networks), batch)
 
-    def values(self, w: Vector, samples: Samples, key: PRNGKey | None) -> dict[str, PyTree]:
+    def values(
+        self, w: Vector, samples: Samples, key: PRNGKey | None, kept: PyTree = None
+    ) -> dict[str, PyTree]:
         """Compute reward and cost of complete episodes, drawn for this evaluation."""
         assert key is not None
-        layers = self.layout.unravel(w)
+        layers = self.params_at(w)
         played = draw(layers, key, self.evaluation_episodes, self.horizon, self.horizon)
         counted = played.in_first().astype(w.dtype)
         reward, cost = (
@@ -206,7 +208,7 @@ class CartPole(Problem):
 
     def play(self, w: Vector, key: PRNGKey) -> Trajectories:
         """Draw a round's steps of one client."""
-        layers = self.layout.unravel(w)
+        layers = self.params_at(w)
         return draw(layers, key, self.environments, self.horizon, self.horizon)
 
     def evaluated(self, networks: PyTree, played: Trajectories, round: Int[Array, ""]) -> Batch:
@@ -253,7 +255,7 @@ class CartPole(Problem):
         if self.scaling == "separate":
             reward, cost = trpo.standardised(reward), trpo.standardised(cost)
         return -trpo.step(
-            lambda w, states: policy(self.layout.unravel(w), states),
+            lambda w, states: policy(self.params_at(w), states),
             w,
             batch.states,
             batch.actions,

@@ -139,7 +139,8 @@ class RoundByRound(Runtime):
 
 def whose(problem: Problem, state: State, quantity: str) -> str:
     """Name the first client whose part of the objective or the constraint is not finite."""
-    values = client_values(problem, state.w, state.evaluation_key)[quantity]
+    problem, key = state.problem_now(problem), state.evaluation_key
+    values = client_values(problem, state.w, key, memory=state.memory)[quantity]
     bad = [~np.isfinite(leaf).reshape(problem.n, -1).all(1) for leaf in jax.tree.leaves(values)]
     clients = np.flatnonzero(np.any(bad, axis=0))
     return f"client {clients[0]}'s {quantity}" if len(clients) else f"the {quantity}"

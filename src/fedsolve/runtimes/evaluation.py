@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import weighted_sum
+from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import State
@@ -29,6 +30,7 @@ def client_values(
     first: Round = 0,
     options: RoundOptions | None = None,
     gradient: bool = False,
+    memory: PyTree = None,
 ) -> Values:
     """Return `problem.values` of each client.
 
@@ -40,15 +42,22 @@ def client_values(
         options: How clients are computed: how many at once, on which devices.
         gradient: Whether to add the entry `gradient`: sums of gradients of objectives, one row for
             each block of clients, so that there need not be one for each client.
+        memory: What clients keep, one row each, where they keep parts of the model.
     """
+    keeps = problem.keeps_own
+    if keeps and memory is None:
+        raise InvalidInput(
+            "Clients keep parts of this model, so it can be evaluated only where their states are."
+        )
 
-    def one(w: Vector, index: Round, samples: Samples) -> Values:
+    def one(w: Vector, index: Round, samples: Samples, *kept: PyTree) -> Values:
         own = None if key is None else jax.random.fold_in(key, first + index)
-        return problem.values(w, samples, own)
+        return problem.values(w, samples, own, *kept)
 
-    def block(indices: Int[Array, " b"], samples: Samples) -> Values:
+    def block(indices: Int[Array, " b"], samples: Samples, *kept: PyTree) -> Values:
         def total(w: Vector) -> tuple[Float[Array, ""], Values]:
-            found = jax.vmap(one, in_axes=(None, 0, 0))(w, indices, samples)
+            axes = (None, 0, 0, *(0 for _ in kept))
+            found = jax.vmap(one, in_axes=axes)(w, indices, samples, *kept)
             return jnp.sum(jnp.where(indices < problem.n, found["objective"], 0)), found
 
         if not gradient:
@@ -57,7 +66,8 @@ def client_values(
         return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
-    return map_clients(block, everyone, (problem.samples,), options or RoundOptions())
+    data = (problem.samples, memory) if keeps else (problem.samples,)
+    return map_clients(block, everyone, data, options or RoundOptions())
 
 
 def evaluate(
@@ -66,14 +76,15 @@ def evaluate(
     key: PRNGKey | None = None,
     options: RoundOptions | None = None,
     shares: Shares = None,
+    memory: PyTree = None,
 ) -> Info:
     """Return f and g over all clients, the metrics, and what else is to be followed, at w."""
     options = RoundOptions() if options is None else options
     gradient = options.wants_gradient
-    values = client_values(problem, w, key, options=options, gradient=gradient)
+    values = client_values(problem, w, key, options=options, gradient=gradient, memory=memory)
     found = combined(problem, w, values, shares)
     for name, diagnostic in options.follow:
-        told = diagnostic(problem, problem.layout.unravel(w))
+        told = diagnostic(problem, problem.params_at(w))
         for path, leaf in jax.tree.leaves_with_path(told):
             part = jax.tree_util.keystr(path, simple=True, separator=".")
             found[f"{name}.{part}" if part else name] = jnp.asarray(leaf)
@@ -85,7 +96,8 @@ def evaluate_state(
 ) -> Info:
     """Evaluate after a round, with the compression error that clients hold back there."""
     shares = algorithm.objective_weights(state.server, state.participation)
-    found = evaluate(problem, state.w, state.evaluation_key, options, shares)
+    problem = state.problem_now(problem)
+    found = evaluate(problem, state.w, state.evaluation_key, options, shares, state.memory)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 
@@ -110,5 +122,6 @@ def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None)
             each.pop("constraint", None)
         total = jnp.sum(shares)  # of those that were heard
         found |= {f"weighted_{k}": jnp.sum(shares * v) / total for k, v in each.items()}
-    params = problem.layout.unravel(w)
-    return found | {name: metric(params, problem.test) for name, metric in problem.metrics}
+    params = problem.params_at(w)
+    extra = () if problem.state is None else (problem.state,)
+    return found | {name: metric(params, problem.test, *extra) for name, metric in problem.metrics}

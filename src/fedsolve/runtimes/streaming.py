@@ -76,10 +76,12 @@ class Streamed(RoundByRound):
         dtype: np.dtype | None,
     ):
         super().__init__(problem, algorithm, options)
-        self._dtype, self._place, self.clients = dtype, place, problem.n
+        self._place, self.clients = place, problem.n
         self._rest = _with_samples(problem, None).on_device(dtype)  # all but clients' data
         self._pool = ThreadPoolExecutor(1)
         self._first = np.zeros(())
+        # Found here: JAX keeps a local `enable_x64` for each thread, and another one fetches data.
+        self._kinds = jax.tree.map(lambda leaf: _kind_on_device(leaf, dtype), problem.samples)
         self._one = self._problem_of(self._data(np.zeros(1, int)))
         self._fetching: tuple[np.ndarray, Future] | None = None  # the next cohort, as predicted
         self._written = np.zeros(0, np.int32)  # clients whose rows changed since it was fetched
@@ -169,11 +171,18 @@ class Streamed(RoundByRound):
             # that could be left out, so with them the last block is shorter.
             begin = first if gradient else min(first, n - size)
             block = self._problem_of(self._data(np.arange(begin, min(begin + size, n))))
-            values = _evaluate_block(block, state.w, state, jnp.int32(begin), self.options)
+            memory = None
+            if block.keeps_own:
+                rows = self._rows(np.arange(begin, min(begin + size, n)))
+                memory = self._with_clients(state, rows).memory
+            problem = state.problem_now(block)
+            values = _evaluate_block(
+                problem, state.w, state, jnp.int32(begin), self.options, memory
+            )
             found.append(jax.tree.map(lambda leaf, at=first - begin: np.asarray(leaf)[at:], values))
         values = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *found)
         shares = self.algorithm.objective_weights(state.server, state.participation)
-        return _combined(self._rest, state.w, values, shares)
+        return _combined(state.problem_now(self._rest), state.w, values, shares)
 
     # A round of several cohorts
 
@@ -280,14 +289,10 @@ class Streamed(RoundByRound):
     def _data(self, cohort: np.ndarray) -> Samples:
         """Return those clients' data, on the host, of the types that JAX would give them."""
 
-        def rows(leaf: np.ndarray) -> np.ndarray:
-            found = np.asarray(leaf[cohort])
-            wanted = found.dtype
-            if self._dtype is not None and jnp.issubdtype(wanted, jnp.floating):
-                wanted = self._dtype
-            return found.astype(jax.dtypes.canonicalize_dtype(wanted), copy=False)
+        def rows(leaf: np.ndarray, kind: np.dtype) -> np.ndarray:
+            return np.asarray(leaf[cohort]).astype(kind, copy=False)
 
-        return jax.tree.map(rows, self.problem.samples)
+        return jax.tree.map(rows, self.problem.samples, self._kinds)
 
     def _problem_of(self, data: Samples) -> Problem:
         return _with_samples(self._rest, jax.tree.map(jnp.asarray, data))
@@ -336,15 +341,26 @@ def _answer_block(
 
 @eqx.filter_jit
 def _evaluate_block(
-    problem: Problem, w: Vector, state: State, first: Int[Array, ""], options: RoundOptions
+    problem: Problem,
+    w: Vector,
+    state: State,
+    first: Int[Array, ""],
+    options: RoundOptions,
+    memory: PyTree,
 ) -> Values:
     key, gradient = state.evaluation_key, options.wants_gradient
-    return client_values(problem, w, key, first, options, gradient)
+    return client_values(problem, w, key, first, options, gradient, memory)
 
 
 @eqx.filter_jit
 def _combined(problem: Problem, w: Vector, values: Values, shares: Shares) -> Info:
     return combined(problem, w, values, shares)
+
+
+def _kind_on_device(leaf: np.ndarray | Array, dtype: np.dtype | None) -> np.dtype:
+    """Return the type that JAX gives to an array of clients' data."""
+    is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.dtypes.canonicalize_dtype(dtype if is_floating and dtype is not None else leaf.dtype)
 
 
 def _bytes(rows: np.ndarray) -> np.ndarray:

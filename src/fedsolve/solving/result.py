@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.state import State
 from fedsolve.fields import check_positive
-from fedsolve.problem.problem import Problem
+from fedsolve.problem.problem import Kept, Problem
 from fedsolve.runtimes.history import History
 from fedsolve.types import PyTree, Vector
 
@@ -85,7 +86,7 @@ class Run:
         """Return a run, with its parameters on the host."""
 
         def on_host(w: Vector | np.ndarray) -> PyTree:  # NumPy keeps float64 whatever JAX is set to
-            return problem.layout.unravel(np.asarray(w))
+            return problem.params_at(np.asarray(w))
 
         average = algorithm.average(state.server)
         return cls(
@@ -104,6 +105,54 @@ class Run:
     def rounds(self) -> int:
         """The number of rounds that were played."""
         return int(self.state.round)
+
+    @property
+    def buffers(self) -> PyTree:
+        """The state of the loss (`Problem.state`) after the last round; None if there is none.
+
+        Where each client keeps its own, it is the initial one; see `client_buffers`.
+        """
+        now = self.state.buffers if self.problem.averages_state else self.problem.state
+        return jax.tree.map(np.asarray, now)
+
+    def client_params(self, client: int) -> PyTree:
+        """Return the parameters as one client has them, with its personal ones.
+
+        Args:
+            client: The client's index.
+
+        Returns:
+            The parameters, in the problem's own structure.
+
+        Raises:
+            InvalidInput: If the clients' states are elsewhere (in streamed and deployed runs).
+        """
+        kept = self._kept_by(client)
+        return self.problem.params_at(np.asarray(self.state.w), kept.personal)
+
+    def client_buffers(self, client: int) -> PyTree:
+        """Return the state of the loss as one client has it.
+
+        Args:
+            client: The client's index.
+
+        Returns:
+            The state, in its own structure.
+
+        Raises:
+            InvalidInput: If the clients' states are elsewhere (in streamed and deployed runs).
+        """
+        return self._kept_by(client).state if self.problem.keeps_state else self.buffers
+
+    def _kept_by(self, client: int) -> Kept:
+        """Return what a client keeps of the model."""
+        if not 0 <= client < self.problem.n:
+            raise InvalidInput(f"client must be from 0 to {self.problem.n - 1}, got {client}.")
+        if not self.problem.keeps_own:
+            return Kept(None, None)
+        if self.state.memory is None:
+            raise InvalidInput("In streamed and deployed runs, clients' own parts are not here.")
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[client], self.state.memory)
 
     @property
     def evaluated(self) -> bool:

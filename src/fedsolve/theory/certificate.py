@@ -161,6 +161,7 @@ def _applicable_guarantee(run: Run, guarantee: Guarantee | None) -> Guarantee:
         "clients": (promise.clients, run.problem.n),
         "participants": (promise.participants, algorithm.participants or run.problem.n),
         "local_steps": (promise.local_steps, algorithm.local_steps),
+        "local_epochs": (None, algorithm.local_epochs),
         "step_size": (promise.step_size, algorithm.step_size),
         "tolerance": (promise.tolerance, algorithm.tolerance),
         "beta": (promise.beta, getattr(algorithm.switching, "beta", None)),
@@ -171,6 +172,7 @@ def _applicable_guarantee(run: Run, guarantee: Guarantee | None) -> Guarantee:
     }
     if not promise.stochastic:
         conditions["batch_size"] = (None, run.problem.batch_size)
+        conditions["a random loss"] = (False, run.problem.objective.is_random)
     for name, (wanted, got) in conditions.items():
         if wanted != got:
             raise InvalidInput(f"{promise.theorem} asks for {name} = {wanted}, the run has {got}.")

@@ -18,20 +18,25 @@ Rows = Float[Array, "n d"]
 
 
 def check_functions(problem: Problem) -> None:
-    """Raise if the problem draws its own data: f_j and g_j are not available as functions then."""
+    """Raise if f_j and g_j are not functions of w alone."""
     if type(problem).values is not Problem.values:
         raise InvalidInput(
             f"{type(problem).__name__} draws its own data; theory needs f_j and g_j as functions."
+        )
+    if problem.keeps_own or problem.averages_state:
+        raise InvalidInput(
+            "Theory needs f_j and g_j as functions of w: with personal parameters or a state that "
+            "moves there are none."
         )
 
 
 def client_gradients(problem: Problem, w: Vector) -> tuple[Rows, Rows]:
     """Return ∇f_j(w) and ∇g_j(w) of every client; without a constraint, the latter are zero."""
     check_functions(problem)
-    constraint, layout = problem.constraint, problem.layout
+    constraint = problem.constraint
 
     def f(w: Vector, samples: Samples) -> Float[Array, ""]:
-        return problem.objective(layout.unravel(w), samples)
+        return problem.value(w, samples)
 
     over = jax.vmap(jax.grad(f), in_axes=(None, 0))(w, problem.samples)
     if constraint is None:
@@ -40,7 +45,7 @@ def client_gradients(problem: Problem, w: Vector) -> tuple[Rows, Rows]:
     _, focus = constraint.combine(Replies(measured, np.ones(problem.n, bool)))
 
     def g(w: Vector, samples: Samples) -> Float[Array, ""]:
-        return constraint.local(layout.unravel(w), samples, focus)
+        return constraint.local(problem.params_at(w), problem.with_own_state(samples), focus)
 
     return over, jax.vmap(jax.grad(g), in_axes=(None, 0))(w, problem.samples)
 

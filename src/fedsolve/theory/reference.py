@@ -109,7 +109,7 @@ def optimum(
     if distance is None and isinstance(problem.domain, WholeSpace):
         raise InvalidInput("X is all of R^d: give distance, a bound on ‖w_0 − w*‖.")
     found = ProximalProblem(problem, None, 0.0, 0.0, distance).solve(accuracy)
-    point = problem.layout.unravel(found.point)
+    point = problem.params_at(found.point)
     return Optimum(found.value, found.accuracy, point)
 
 

@@ -99,5 +99,5 @@ def stationarity(
     return Stationarity(
         distance=float(np.linalg.norm(w - found.point)),
         accuracy=float(np.sqrt(2 * found.accuracy / curvature)),
-        nearest=problem.layout.unravel(found.point),
+        nearest=problem.params_at(found.point),
     )
