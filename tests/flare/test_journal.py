@@ -2,24 +2,34 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import subprocess
+import unittest.mock
 from pathlib import Path
 
+import equinox as eqx
+import jax
 import numpy as np
 import pytest
 
 import fedsolve as fs
+from fedsolve.flare import jobs, roster
 from fedsolve.flare import journal as module
+from fedsolve.flare.jobs import Coordinator, SiteJob
 from fedsolve.flare.journal import HEADER, CannotWrite, Damaged, Journal, read
+from fedsolve.flare.processes import HOME
+from fedsolve.flare.roster import Roster, TooFew
+from fedsolve.flare.site import SiteClients
 from fedsolve.storage import atomic
 from fedsolve.storage.arrays import decode, encode
-from tests.support import examples
+from tests.support import deployment, examples
 from tests.support.in_process import Wires, deploy
 
 RECORDS = [[b"seven b"], [b"two", memoryview(b" parts")], [bytes(20)], [b"x"], [b"the last one"]]
 WHOLE = [b"".join(map(bytes, parts)) for parts in RECORDS]
+CHANGES = ("write", "ftruncate")  # calls that fail where everything was made read-only
 CALLS = ("open", "write", "fdatasync", "fsync", "ftruncate", "replace", "unlink")
 
 
@@ -290,22 +300,27 @@ def test_a_real_disk_that_is_full(small):
     assert read(small / "site") == Journal(small / "site").load() == (None, kept)
 
 
-def test_a_site_whose_disk_is_full_says_so_and_loses_nothing(tmp_path, monkeypatch):
-    """Its clients count as missing meanwhile; then it goes on, also after a restart."""
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_a_site_that_cannot_write_says_so_and_loses_nothing(tmp_path, monkeypatch, error):
+    """Its disk is full, or was made read-only: its clients count as missing meanwhile; then it goes
+    on, also after a restart."""
     problem, log = examples.least_squares(), []
     algorithm = fs.FedSGM(0.05, 0.1, uplink=fs.TopK(0.4))
     wires = Wires(problem, algorithm, tmp_path)
     disk = Disk(monkeypatch)
 
     def lose(site, number):
-        full = site == "site-2" and 40 < number < 90
-        disk.room = 100 if full else 10**9
-        return "site killed" if site == "site-2" and number in (60, 110, 140) else ""
+        bad = site == "site-2" and 40 < number < 90
+        disk.room = 100 if bad and error == errno.ENOSPC else 10**9
+        disk.fails = lambda call, _: (
+            failure(error) if bad and error == errno.EROFS and call in CHANGES else None
+        )
+        return "site killed" if site == "site-2" and 100 < number < 140 else ""
 
     wires.lose = lose  # pyright: ignore[reportAttributeAccessIssue]
     run, link = deploy(problem, algorithm, wires, tmp_path / "server", 30, log=log)
     assert run.rounds == 30
-    assert any("site-2: cannot write its journal: No space left on device" in e for e in log)
+    assert f"site-2: cannot write its journal: {os.strerror(error)}" in log
     assert not [entry for entry in log if "lost" in entry or "older copy" in entry]
     heads = [decode(record, None)[0] for record in read(tmp_path / "site-2")[1]]
     rounds = [head["round"] for head in heads]
@@ -314,3 +329,81 @@ def test_a_site_whose_disk_is_full_says_so_and_loses_nothing(tmp_path, monkeypat
     assert np.isfinite(run.history["objective"]).all()
     told = wires.shares["site-2"].answer(encode({"kind": "hello", "total": 6}, {}))
     assert decode(told, None)[0]["status"] == "ok"
+
+
+def test_a_server_that_cannot_write_ends_the_run_with_a_sentence_and_goes_on_later(
+    tmp_path, monkeypatch
+):
+    """To the same bits as one that was never stopped."""
+    problem = examples.least_squares()
+    algorithm = fs.FedSGM(0.05, 0.1, participants=3, uplink=fs.TopK(0.4))
+    whole, _ = deploy(
+        problem, algorithm, Wires(problem, algorithm, tmp_path / "w"), tmp_path / "whole", 9
+    )
+    wires = Wires(problem, algorithm, tmp_path / "a")
+    with monkeypatch.context() as patch:
+        disk, ask = Disk(patch), Roster.end_round
+
+        def full_later(self, round):
+            disk.room = 100 if round == 5 else 10**9
+            ask(self, round)
+
+        patch.setattr(Roster, "end_round", full_later)
+        with pytest.raises(CannotWrite, match="cannot write its journal: No space left on device"):
+            deploy(problem, algorithm, wires, tmp_path / "cut", 9)
+    run, _ = deploy(problem, algorithm, wires, tmp_path / "cut", 9)
+    assert run.rounds == 9
+    np.testing.assert_array_equal(run.params, whole.params)
+
+
+def test_changed_data_of_a_site_are_refused_in_the_same_run(tmp_path):
+    """Its clients' states belong to the data with which the run began."""
+    algorithm = fs.FedSGM(0.05, 0.1)
+    first, other = examples.least_squares(), examples.least_squares(seed=1)
+    SiteClients(tmp_path, first, algorithm, 0)
+    SiteClients(tmp_path, first, algorithm, 0)
+    changed = jax.tree.map(lambda leaf: np.array(leaf), first.samples)
+    jax.tree.leaves(changed)[0].flat[-1] += 1e-3
+    fewer = jax.tree.map(lambda leaf: leaf[:5], first.samples)
+    for samples in (other.samples, changed, fewer):
+        problem = eqx.tree_at(lambda p: p.samples, first, samples)
+        with pytest.raises(fs.InvalidInput, match="not those with which this run began: put those"):
+            SiteClients(tmp_path, problem, algorithm, 0)
+
+
+def test_another_version_at_one_end_is_named(tmp_path, monkeypatch):
+    problem, log = examples.least_squares(), []
+    algorithm = fs.FedSGM(0.05, 0.1)
+    wires = Wires(problem, algorithm, tmp_path)
+    monkeypatch.setattr(roster, "version", lambda: "9.9")
+    with pytest.raises(TooFew, match="no site is ready"):
+        deploy(problem, algorithm, wires, tmp_path / "server", 2, log=log)
+    assert len(log) == 4
+    assert all(f"has fedsolve {fs.__version__}, and the server has 9.9" in line for line in log)
+
+
+def test_a_run_folder_of_another_user_is_named(tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only the administrator of a machine can become another user")
+    (tmp_path / "runs/trial/0").mkdir(parents=True)
+    for folder in [tmp_path, *tmp_path.parents[:-2]]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    monkeypatch.setenv(HOME, str(tmp_path))
+    monkeypatch.setattr(jobs, "collab", unittest.mock.MagicMock())
+    monkeypatch.setattr(jobs, "REPORT_TIMEOUT", 0.0)
+    experiment = deployment.experiment(2)
+    monkeypatch.setattr(jobs, "built", lambda text: experiment)
+    site = SiteJob(json.dumps(experiment.resolved), "trial")
+    site._experiment = experiment
+    server = Coordinator(json.dumps(experiment.resolved), "trial")
+    os.seteuid(65534)
+    try:
+        answer, _ = decode(site.answer(0, encode({"kind": "hello", "total": 6}, {})), None)
+        server.run()
+        with pytest.raises(CannotWrite, match=r"/0: cannot write its journal: Permission denied"):
+            Journal(tmp_path / "runs/trial/0").load()
+    finally:
+        os.seteuid(0)
+    assert answer["reason"] == "its files: Permission denied; see this site's log"
+    lock = tmp_path / "runs/trial/lock"
+    assert server._news == [{"error": f"The server cannot use {lock}: Permission denied."}]

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-import signal
+import sys
 import time
 
 from cryptography import x509
@@ -29,10 +29,15 @@ def wait_until(condition, seconds=240):
         time.sleep(0.05)
 
 
-def as_from_a_terminal():
-    """Let a new process end by Ctrl-C and with its terminal, whatever these tests ignore."""
-    for each in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_DFL)
+def as_from_a_shell(words, ignored=False):
+    """A command as a terminal starts it, whatever these tests ignore, or as `nohup ... &` does."""
+    action = "SIG_IGN" if ignored else "SIG_DFL"
+    first = (
+        "import os, signal, sys\n"
+        f"for each in (signal.SIGINT, signal.SIGHUP): signal.signal(each, signal.{action})\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-c", first, *map(str, words)]
 
 
 def certificate_for(kits, kit, name, days):

@@ -45,6 +45,7 @@ from fedsolve.types import Table
 PATIENCE = 20.0  # seconds to wait until the process of the run's previous job has ended
 TOPIC = "fedsolve"  # of the administrator's commands to a running job
 DEADLINE = 30.0  # seconds for an answer, unless the configuration says otherwise
+CANCELLED = "cancelled"  # in a run's folder on the server, if it was ended for good
 MOST_NEWS = 1000  # entries in one answer to the administrator
 REPORT_TIMEOUT = 5.0  # seconds in which the administrator can fetch a finished job's last news
 
@@ -160,6 +161,7 @@ class Coordinator:
         self._reported = 0  # how many of them the administrator has
         self._links: list[Roster] = []
         self._make_room = False  # whether to end before the next round
+        self._cancelled = False  # whether to end then for good
 
     @collab.main
     def run(self) -> None:
@@ -171,11 +173,15 @@ class Coordinator:
         try:
             self._all_runs()
         except TooFew as few:
+            if self._cancelled:
+                (_run_folder(self._run) / CANCELLED).touch()
+                self._tell({"error": f"{self._run} was cancelled."})
             self._tell({"note": str(few), "missed": few.missed})
         except InvalidInput as error:
             self._tell({"error": str(error)})
         except OSError as error:
-            self._tell({"error": f"The server's files: {error}; the run can go on from there."})
+            place = error.filename or "its folder"
+            self._tell({"error": f"The server cannot use {place}: {error.strerror or error}."})
         self._wait_until_reported()
 
     def _all_runs(self) -> None:
@@ -185,6 +191,8 @@ class Coordinator:
         self._alone = open_locked(home / "lock", PATIENCE)
         if self._alone is None:
             raise TooFew("another job of this run is still running")
+        if (home / CANCELLED).exists():
+            raise InvalidInput(f"{self._run} was cancelled; choose another name.")
         kept = home / "experiment.json"
         if not kept.exists():
             write_atomically(kept, json.dumps(experiment.resolved).encode())
@@ -242,7 +250,7 @@ class Coordinator:
                 evaluate_every=options.get("evaluate_every", 1),
                 precision=precision,
                 progress=tell,
-                go_on=lambda: not self._make_room,
+                go_on=lambda: not (self._make_room or self._cancelled),
             )
 
     def _tell(self, entry: Table) -> None:
@@ -251,10 +259,11 @@ class Coordinator:
     def _command(self, topic: str, wish: object, context: object) -> Table:
         """Answer the administrator: news since the last question, rounds in which a site answered.
 
-        The question may also ask to make room for another job.
+        The question may also ask to make room for another job, or to end for good.
         """
         wish = wish if isinstance(wish, dict) else {}
         self._make_room = self._make_room or bool(wish.get("yield"))
+        self._cancelled = self._cancelled or bool(wish.get("cancel"))
         since = int(wish.get("since", 0))
         self._reported = max(self._reported, since)
         rounds = sum(link.rounds for link in self._links)

@@ -21,11 +21,13 @@ from fedsolve.errors import InvalidInput
 from fedsolve.flare import guarded
 from fedsolve.flare.provisioning import kit_name, prepare
 from fedsolve.solving.interrupt import interrupted_by
-from fedsolve.storage.atomic import open_locked
+from fedsolve.storage.atomic import open_locked, write_atomically
 
 HOME = "FEDSOLVE_HOME"  # environment variable: the folder for what this machine must not lose
 OWNER = "FEDSOLVE_OWNER"  # environment variable: the owner's file, with data and an allow-list
 HEARTBEAT = 2.0  # seconds between two heartbeats of a site
+LONGEST_LOG = 10_000_000  # bytes of a log before it begins anew
+MACHINE = Path("/etc/machine-id")  # absent or empty in most containers
 IN_USE = 2.0  # seconds in which a process that was just killed gives its kit and port back
 LOG_INTERVAL = 0.3  # seconds between two looks at a process's log
 ENVIRONMENT = {  # without the first two every reply leaves a thread behind for a minute
@@ -51,17 +53,23 @@ def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
     """Start a process that ends with this one, and that nothing else runs beside with its kit."""
     kit = kit.resolve()
     home = kit / "fedsolve"
-    try:
-        home.mkdir(exist_ok=True, mode=0o700)
-        lock = open_locked(home / "lock", IN_USE)
-    except OSError as error:
-        raise InvalidInput(f"Cannot write to {home}: {error.strerror}.") from error
-    if lock is None:
-        raise InvalidInput(f"{kit_name(kit)} is running already on this machine, from {kit}.")
-    with lock:
+    with contextlib.ExitStack() as held:
+        try:
+            home.mkdir(exist_ok=True, mode=0o700)
+            lock = open_locked(home / "lock", IN_USE)
+            if lock is None:
+                raise InvalidInput(
+                    f"{kit_name(kit)} is running already on this machine, from {kit}."
+                )
+            held.enter_context(lock)
+            _check_machine(kit)
+            prepare(kit)
+            shorten(kit / "output.log")
+        except OSError as error:
+            place = error.filename or home
+            raise InvalidInput(f"Cannot write to {place}: {error.strerror}.") from error
         if role == "server":
             _check_port(kit)
-        prepare(kit)
         environment = MEMORY | os.environ | ENVIRONMENT | {HOME: str(home)}
         if owners_file is not None:
             environment[OWNER] = str(owners_file.resolve())
@@ -81,6 +89,30 @@ def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
                 start_new_session=True,
                 pass_fds=[lock.fileno()],
             )
+
+
+def _check_machine(kit: Path) -> None:
+    """Raise if a kit was used on another machine: two of them get in each other's way."""
+    here = MACHINE.read_text().strip() if MACHINE.exists() else ""
+    path = kit / "fedsolve" / "machine"
+    there, _, name = (path.read_text() if path.exists() else "").partition(" ")
+    if here and there and there != here:
+        raise InvalidInput(
+            f"The kit of {kit_name(kit)} was used on another machine, {name}. Two machines with the"
+            f" same kit get in each other's way; if it was moved here for good, remove {path}."
+        )
+    if here and not there:
+        write_atomically(path, f"{here} {socket.gethostname()}".encode())
+
+
+def shorten(log: Path) -> None:
+    """Begin a log anew if it is long; the last part is kept beside it.
+
+    Its writer need not know: it always appends.
+    """
+    if log.exists() and log.stat().st_size > LONGEST_LOG:
+        shutil.copyfile(log, log.with_name(log.name + ".1"))
+        os.truncate(log, 0)
 
 
 def _check_port(kit: Path) -> None:
@@ -136,6 +168,10 @@ def keep_running(
             for line in file:
                 show(line.rstrip())
             position = file.tell()
+        if position > LONGEST_LOG:
+            with contextlib.suppress(OSError):
+                shorten(log)
+                position = 0
 
     started: list[subprocess.Popen] = []
     try:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
-from fedsolve.flare.protocol import Protocol, protocol
+from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.flare.site import MOST_CLIENTS, START
 from fedsolve.problem.problem import Problem
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
@@ -122,7 +122,8 @@ class Roster:
         self._greet([site for site in found if site in known], self.clients)
 
     def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
-        sent = {s: encode({"kind": "hello", "total": total}, {}) for s in sites}
+        hello = encode({"kind": "hello", "total": total, "version": version()}, {})
+        sent = dict.fromkeys(sites, hello)
         found = {}
         for site, (head, arrays) in self._send(sent, 0).items():
             if head["status"] == "ok":

@@ -30,7 +30,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.state import SeedWords, evaluation_key
 from fedsolve.flare.journal import CannotWrite, Journal, Parts
-from fedsolve.flare.protocol import Protocol, protocol
+from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import Values, client_values
@@ -45,6 +45,7 @@ from fedsolve.storage.arrays import (
     size_of,
     take,
 )
+from fedsolve.storage.atomic import write_atomically
 from fedsolve.types import Message, Reply, Round, Table, Vector
 
 MOST_CLIENTS = 10_000_000
@@ -92,6 +93,7 @@ class SiteClients:
         self._settled, self._round = -1, -1
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
         self._journal = Journal(home)
+        _check_data(home, problem)
         base, records = self._journal.load()
         try:
             if base is not None:
@@ -108,6 +110,7 @@ class SiteClients:
                 head, arrays = decode(data, self._most())
                 kind = head.get("kind")
                 if kind == "hello":
+                    _check_version(head)
                     self._know(_whole(head, "total"))
                     return encode({"status": "ok", "clients": self._count}, {})
                 if kind not in ("ask", "evaluate"):
@@ -396,6 +399,29 @@ def _evaluate(
 ) -> Values:
     problem = problem if state is None else problem.with_state(state)
     return client_values(problem, w, evaluation_key(seed, round), first, memory=memory)
+
+
+def _check_version(head: Table) -> None:
+    """Raise if the server has another version of Fedsolve."""
+    own, theirs = version(), head.get("version")
+    if theirs not in (None, own):  # None: older than 0.2
+        raise Refused(f"this site has fedsolve {own}, and the server has {str(theirs)[:40]}")
+
+
+def _check_data(home: Path, problem: Problem) -> None:
+    """Raise if the clients' data are not those with which the run began; the states are theirs."""
+    digest = hashlib.blake2b()
+    for leaf in map(np.asarray, jax.tree.leaves(problem.samples)):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    path, found = home / "data", digest.hexdigest().encode()
+    if not path.exists():
+        write_atomically(path, found)
+    elif path.read_bytes() != found:
+        raise InvalidInput(
+            "The data here are not those with which this run began: put those back, or begin a"
+            " new run."
+        )
 
 
 def _same(one: PyTree, other: PyTree) -> bool:
