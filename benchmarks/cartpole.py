@@ -19,8 +19,9 @@ from rich.table import Table
 
 import fedsolve as fs
 from fedsolve.problems.cartpole_environment import draw, fallen, move
+from tiny import tiny
 
-STEPS, ENVIRONMENTS = 2000, 50
+STEPS, ENVIRONMENTS = tiny((2000, 50), (20, 5))
 
 
 def best(function, times=5):
@@ -80,7 +81,7 @@ def with_policy():
 
 
 def a_round(rounds=20):
-    problem = fs.problems.cartpole()
+    problem = fs.problems.cartpole(**tiny({}, {"steps": 20, "horizon": 20, "hidden": (4, 4)}))
     algorithm = fs.FedSGM(1.0, 10.0, fs.Soft(0.05), participants=7)
     began = time.perf_counter()
     fs.solve(problem, algorithm, rounds=1)

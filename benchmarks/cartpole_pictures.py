@@ -12,15 +12,19 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from PIL import Image
 
+from tiny import tiny
+
 DOCS = Path(__file__).parent.parent / "docs"
+OUT = tiny(DOCS / "pictures", Path())
 
 
 def save(figure, name):
     """In 64 colours, which keeps the file small."""
-    figure.savefig(DOCS / "pictures" / name, dpi=100)
-    with Image.open(DOCS / "pictures" / name) as picture:
+    figure.savefig(OUT / name, dpi=100)
+    with Image.open(OUT / name) as picture:
         small = picture.convert("RGB").quantize(64)
-    small.save(DOCS / "pictures" / name, optimize=True)
+    small.save(OUT / name, optimize=True)
+    print(f"Written to {OUT / name}")
 
 
 def sensitivity():

@@ -17,8 +17,12 @@ import numpy as np
 
 import fedsolve as fs
 from fedsolve.theory.reference import least
+from tiny import tiny
 
-STEPS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]
+STEPS = tiny([0.3, 0.1, 0.03, 0.01, 0.003, 0.001], [0.3, 0.1])
+CONSTRAINED, UNCONSTRAINED = tiny((500, 1000), (4, 4))  # rounds
+SEEDS = tiny(range(3), range(1))
+LATE = tiny(100, 2)  # rounds whose means are shown
 
 
 def constrained() -> None:
@@ -35,13 +39,15 @@ def constrained() -> None:
     print("| algorithm | best step | f | g | evaluations with g ≤ ε | bytes up | bytes down |")
     print("|---|---|---|---|---|---|---|")
     for name, algorithm in algorithms.items():
-        swept = fs.sweep(problem, algorithm, 500, seeds=range(3), step_size=[3.0, 1.0, *STEPS[:3]])
+        swept = fs.sweep(
+            problem, algorithm, CONSTRAINED, seeds=SEEDS, step_size=[3.0, 1.0, *STEPS[:3]]
+        )
         found = []
         for step in dict.fromkeys(run.settings["step_size"] for run in swept.runs):
             runs = [run.history for run in swept.runs if run.settings["step_size"] == step]
-            if all(len(history["round"]) == 500 for history in runs):
+            if all(len(history["round"]) == CONSTRAINED for history in runs):
                 f, g = (
-                    np.array([history[key][-100:] for history in runs])
+                    np.array([history[key][-LATE:] for history in runs])
                     for key in ("objective", "constraint")
                 )
                 found.append(
@@ -86,11 +92,14 @@ def unconstrained() -> None:
         grid: dict[str, Any] = {field: values}
         steps = getattr(algorithm, "local_steps", getattr(algorithm, "local_iterations", 1))
         clock = fs.Clock(work=0.01 * int(steps), up=10e6, down=50e6, latency=0.05)
-        runs = fs.sweep(problem, algorithm, 1000, stop=fs.Reached(target), clock=clock, **grid).runs
+        runs = fs.sweep(
+            problem, algorithm, UNCONSTRAINED, stop=fs.Reached(target), clock=clock, **grid
+        ).runs
         reached = [run for run in runs if run.history["objective"][-1] <= target]
         if not reached:
             near = min(np.nanmin(run.history["objective"]) for run in runs) - lowest
-            print(f"| {name} | – | not in 1000 ({near / (target - lowest):.1f} of it) | | | |")
+            missing = f"not in {UNCONSTRAINED} ({near / (target - lowest):.1f} of it)"
+            print(f"| {name} | – | {missing} | | | |")
             continue
         best = min(reached, key=lambda run: run.rounds)
         last = {key: values[-1] for key, values in best.history.items()}

@@ -23,6 +23,7 @@ import numpy as np
 
 import fedsolve as fs
 from fedsolve.experiments import config
+from tiny import TINY
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 PAPER = {
@@ -42,6 +43,17 @@ PAPER = {
 }
 
 
+SMALL = [  # of --tiny
+    'problem.dataset="mnist"',
+    'problem.model="mlp"',
+    "problem.hidden=4",
+    "problem.augment=false",
+    "problem.standardize=false",
+    "problem.batch_size=4",
+    "algorithm.local_steps=1",
+]
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--experiment", default="ppbc-table-1", help="a name, or a file.toml")
@@ -53,7 +65,11 @@ def arguments():
     parser.add_argument("--out", default="cifar-table.csv")
     parser.add_argument("--set", action="append", default=[], metavar="key=value")
     parser.add_argument("--row-set", action="append", default=[], metavar="key=value")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if TINY:
+        options.rows, options.rounds, options.evaluate_every = ["FedAvg + PoC"], 2, 1
+        options.set += SMALL
+    return options
 
 
 def forward_operations(problem):
@@ -61,7 +77,7 @@ def forward_operations(problem):
     one = jax.tree.map(lambda leaf: leaf[:1], problem.test)
     accuracy = dict(problem.metrics)["test_accuracy"]
     given = jax.device_put((problem.start(), one), jax.devices("cpu")[0])  # GPUs do not count
-    lowered = jax.jit(lambda w, data: accuracy(problem.layout.unravel(w), data)).lower(*given)
+    lowered = jax.jit(lambda w, data: accuracy(problem.params_at(w), data)).lower(*given)
     return float((lowered.cost_analysis() or {}).get("flops", np.nan))
 
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsolve as fs
+from tiny import tiny
 
-D, CLIENTS = 1000, 8
+D, CLIENTS = tiny((1000, 8), (10, 4))
 
 
 def vectors(tree: object) -> float:

@@ -31,6 +31,7 @@ from fedsolve.experiments import config
 from fedsolve.flare import jobs
 from fedsolve.flare import provisioning as kits
 from fedsolve.flare.local_federation import local_federation, run_on
+from tiny import tiny
 
 NAMES = ("deployment.Echoing", "deployment.Timing")
 
@@ -103,7 +104,7 @@ def experiment(
         "run": {"rounds": rounds, "evaluate_every": rounds // spans},
         "deploy": {"deadline": 60.0},
     }
-    return config.resolve("deployment", table)
+    return config.resolve("deployment", table, ["deployment:idle", "deployment:Echo"])
 
 
 def federation(sites: int):
@@ -118,7 +119,7 @@ def federation(sites: int):
 def compare(running: Any, sites: int, size: int) -> None:
     """Medians of spans of as many exchanges each: the first of ours has compiling in it."""
     cells = [f"{sites:3d} sites", f"{size:>12,} B"]
-    rounds = 20 if size > 10**7 else 100 if size > 10**5 else 300
+    rounds = tiny(20 if size > 10**7 else 100 if size > 10**5 else 300, 10)
     for large in (False, True):
         told: list[dict[str, Any]] = []
         run_on(
@@ -178,8 +179,10 @@ def real(rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sites", type=int, nargs="*", default=[3, 8, 16])
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 1_000_000, 44_000_000])
+    parser.add_argument("--sites", type=int, nargs="*", default=tiny([3, 8, 16], [2]))
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=tiny([1000, 1_000_000, 44_000_000], [1000])
+    )
     parser.add_argument("--long", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=0)
     chosen = parser.parse_args()

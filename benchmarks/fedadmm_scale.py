@@ -30,8 +30,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tiny import tiny
+
 LOCAL, ROUNDS, NUMPY_ROUNDS = 10, 10, 3
-SIZES = [1000, 2000, 3000, 4000]
+SIZES = tiny([1000, 2000, 3000, 4000], [8])
+WIDTH, ROWS = tiny((1000, None), (10, 400))  # parameters; rows of the sparse data
+MATRIX, COPIED, UNTIL = tiny((2000, 2**26, 500), (100, 2**10, 5))
 DEVICES = int(os.environ.get("DEVICES", "1"))
 if DEVICES > 1:
     os.environ["XLA_FLAGS"] = (
@@ -57,16 +61,16 @@ def best(function, times=3):
 
 def machine():
     """GFLOP/s of a matrix product and GB/s of a copy (read and written), by NumPy."""
-    a = np.random.default_rng(0).standard_normal((2000, 2000), np.float32)
-    source = np.ones(2**26, np.float32)
+    a = np.random.default_rng(0).standard_normal((MATRIX, MATRIX), np.float32)
+    source = np.ones(COPIED, np.float32)
     target = np.empty_like(source)
-    product = 2 * 2000**3 / best(lambda: a @ a)[0] / 1e9
+    product = 2 * MATRIX**3 / best(lambda: a @ a)[0] / 1e9
     return product, 2 * source.nbytes / best(lambda: np.copyto(target, source))[0] / 1e9
 
 
 def dense(m):
     """The problem, ∇f_i in NumPy, and the FLOP of all clients' gradients."""
-    problem = fs.problems.linear_regression(clients=m, size=1000)
+    problem = fs.problems.linear_regression(clients=m, size=WIDTH)
     data, counts = problem.samples.values, np.asarray(problem.samples.mask).sum(axis=1)
     inputs, targets = np.asarray(data["inputs"]), np.asarray(data["targets"])
 
@@ -79,6 +83,7 @@ def dense(m):
 
 def sparse(m):
     rows, labels = fs.problems.like_real_sim()
+    rows, labels = rows[:ROWS], labels[:ROWS]
     problem = fs.problems.sparse_regression(rows, labels, m)
     parts = deal(len(labels), m, 0)
     own = [(rows[part], rows[part].T.tocsr(), labels[part]) for part in parts]
@@ -156,16 +161,16 @@ def one_size(kind, m):
         error = np.abs(found["w"] - run.params).max() / np.abs(found["w"]).max()
         assert error < 1e-3, f"the two must be the same run: {error}"
     product, copy = machine()
-    accuracy = 1e-3 if kind == "dense" else 1e-7
+    accuracy = None if kind == "dense" else 1e-7
     below = fs.theory.fedadmm.tolerance(problem, accuracy, test="code")
-    whole = ours(500, fs.Stationary(below))
+    whole = ours(UNTIL, fs.Stationary(below))
     print(
         m, data / 1e9, peak / 1e9, short[0], *each, *peers, 1.5 * flops / 1e9, 1.5 * data / 1e9,
         product, copy, whole.rounds, whole.seconds,
     )  # fmt: skip
 
 
-def blocks(m=1000):
+def blocks(m):
     """A round's seconds by how many clients are computed at once."""
     problem = dense(m)[0]
     algorithm = fs.FedADMM(participants=m // 2, local_iterations=LOCAL)
@@ -218,7 +223,7 @@ if __name__ == "__main__":
     if words[:1] == ["one"]:
         one_size(words[1], int(words[2]))
     elif words == ["blocks"]:
-        blocks()
+        blocks(tiny(1000, 8))
     else:
         if words[:1] == ["devices"]:
             os.environ["DEVICES"], words = words[1], words[2:]

@@ -14,9 +14,12 @@ import sys
 import numpy as np
 
 import fedsolve as fs
+from tiny import tiny
 
-ROUNDS, INSTANCES, HALF = 400, 2, 50
-EXPONENTS = range(-7, 5)
+ROUNDS, INSTANCES, HALF = tiny((400, 2, 50), (20, 1, 50))
+EXPONENTS = tiny(range(-7, 5), range(-2, 0))
+LOCAL = tiny([1, 10, 30], [1])
+SIZE = tiny(100, 5)
 BASELINES = {
     "FedAvg": fs.FedAvgAll,
     "FedProx": fs.FedProx,
@@ -27,7 +30,7 @@ BASELINES = {
 
 def problems(kind: str) -> list[fs.Problem]:
     if kind == "linear":
-        return [fs.problems.linear_regression(size=100, seed=i) for i in range(INSTANCES)]
+        return [fs.problems.linear_regression(size=SIZE, seed=i) for i in range(INSTANCES)]
     return [fs.problems.logistic(unit_columns=True, seed=i) for i in range(INSTANCES)]
 
 
@@ -45,7 +48,7 @@ def main(kind: str, local: list[int]) -> None:
         for k, run in zip(local, runs, strict=True):
             known.setdefault(f"k_0 = {k}: FedADMM", []).append(run.rounds)
         reached = float(runs[-1].history["objective"][-1])
-        enough = fs.stopping.Reached(reached + 2e-4 * (1 + abs(reached)))
+        enough = fs.Reached(reached + 2e-4 * (1 + abs(reached)))
         for k in local:
             again = fs.FedADMM(participants=HALF, local_iterations=k)
             run = fs.solve(problem, again, ROUNDS, stop=enough)
@@ -78,4 +81,4 @@ def main(kind: str, local: list[int]) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     kind = words.pop(0) if words[:1] in (["linear"], ["qsar"]) else "linear"
-    main(kind, [int(word) for word in words] or [1, 10, 30])
+    main(kind, [int(word) for word in words] or LOCAL)

@@ -29,6 +29,7 @@ import numpy as np
 import fedsolve as fs
 from fedsolve.flare.site import SiteClients
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
+from tiny import tiny
 
 MEMORY = 256  # MiB that all of them together may take
 COMPRESSOR = fs.Compose(fs.TopK(0.4), fs.Float8())
@@ -176,7 +177,7 @@ def guided(count: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--count", type=int, default=tiny(1_000_000, 200))
     parser.add_argument("--guided", action="store_true")
     parser.add_argument("--questions", action="store_true")
     chosen = parser.parse_args()

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 
 import fedsolve as fs
+from tiny import tiny
 
-PLAYERS = 2000
+PLAYERS = tiny(2000, 20)
 
 
 def payments() -> None:

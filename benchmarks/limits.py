@@ -38,11 +38,12 @@ from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.chunks import padded
 from fedsolve.runtimes.placement import numbers_on_device
 from fedsolve.runtimes.simulation import Simulation, compiled_advance, compiled_start
+from tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "docs" / "results" / "limits.json", ROOT / "docs" / "limits.md"
-ENOUGH = 0.3  # seconds that a measurement takes at least
-TRIES = 5
+ENOUGH = tiny(0.3, 0.0)  # seconds that a measurement takes at least
+TRIES = tiny(5, 1)
 EPOCH = 10  # rounds of PPBC's epochs
 CACHE = 2**22  # bytes of all clients' data that stay in the processor, so that no memory limits
 
@@ -217,8 +218,8 @@ def network(
 
 
 WORKS = {
-    "network": lambda: network(64, 16, 256, 256, 128),
-    "linear": lambda: linear(128, 64, 256, 1024),
+    "network": lambda: network(*tiny((64, 16, 256, 256, 128), (4, 2, 8, 8, 4))),
+    "linear": lambda: linear(*tiny((128, 64, 256, 1024), (4, 2, 8, 8))),
     "small": lambda: linear(100, 10, 50, 30),
 }
 SMALL_NETWORK = (100, 10, 50, 30, 16)  # MOON's, which needs representations
@@ -251,13 +252,13 @@ def rates() -> dict[str, float]:
     found = {}
     for kind in ("float32", "float64"):
         with jax.enable_x64(kind == "float64"):
-            size = 2048 if jax.default_backend() == "cpu" else 8192
+            size = tiny(2048, 64) if jax.default_backend() == "cpu" else 8192
             a = jax.random.normal(jax.random.key(0), (size, size), kind)
             product = jax.jit(lambda a: a @ a)
             jax.block_until_ready(product(a))
             found[f"product_{kind}"] = 2 * size**3 / best(lambda a=a, f=product: f(a))
     # In place, and many times in one program: new pages of memory are not the copy's affair.
-    long = jnp.ones(2**26, jnp.float32)
+    long = jnp.ones(tiny(2**26, 2**10), jnp.float32)
     times = 4
     copy = jax.jit(lambda long: jax.lax.fori_loop(0, times, lambda _, x: x + 1, long))
     jax.block_until_ready(copy(long))

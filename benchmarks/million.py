@@ -19,6 +19,7 @@ import numpy as np
 
 import fedsolve as fs
 from fedsolve.participation import Cyclic, Random
+from tiny import tiny
 
 SAMPLES, FEATURES = 10, 10
 
@@ -30,7 +31,10 @@ def loss(w, data):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"clients": 10**6, "cohort": 1000, "rounds": 30, "size": 10_000}.items():
+    sizes = {"clients": 10**6, "cohort": 1000, "rounds": 30, "size": 10_000}
+    for name, value in tiny(
+        sizes, {"clients": 200, "cohort": 10, "rounds": 4, "size": 100}
+    ).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--everyone", action="store_true")

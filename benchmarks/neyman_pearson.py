@@ -24,11 +24,15 @@ from rich.table import Table
 
 import fedsolve as fs
 from fedsolve.problems.neyman_pearson import majority_loss, minority_loss
+from tiny import tiny
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import oracles  # pyright: ignore[reportMissingImports]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support import oracles
 
-ROUNDS, FRACTION = 500, 0.1
+ROUNDS, FRACTION = tiny(500, 5), 0.1
+TIMES = tiny(None, 1)  # how often something is measured
+MANY = tiny(2000, 3)  # rounds, to find the seconds of one
+CLIENTS = tiny((20, 200, 2000, 20_000), (20, 40))
 STEPS = [1.0, 0.3, 0.1, 0.03, 0.01]
 ALGORITHM = fs.FedSGM(
     step_size=0.3,
@@ -45,7 +49,7 @@ def timed(function, times=5):
     """Seconds of the first call, and of the best of some more."""
     found: list[float] = []
     result: Any = None
-    for _ in range(times + 1):
+    for _ in range((TIMES or times) + 1):
         began = time.perf_counter()
         result = function()
         found.append(time.perf_counter() - began)
@@ -105,17 +109,17 @@ def one_size(clients):
     data = sum(leaf.nbytes // 2 for leaf in problem.samples.values.values())  # float32 on device
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     times = {}
-    for rounds in (1, 2000):
+    for rounds in (1, MANY):
         _, times[rounds], _ = timed(
             lambda n=rounds: fs.solve(problem, ALGORITHM, n, evaluate_every=n), 4
         )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-    micros = (times[2000] - times[1]) / 1999 * 1e6
+    micros = (times[MANY] - times[1]) / (MANY - 1) * 1e6
     print(f"{clients} {micros:.0f} {times[1] * 1e3:.0f} {data / 2**20:.1f} {peak:.0f}")
 
 
 def as_clients_grow(table):
-    for clients in (20, 200, 2000, 20_000):
+    for clients in CLIENTS:
         done = subprocess.run(
             [sys.executable, __file__, str(clients)], capture_output=True, text=True, check=True
         )
@@ -140,12 +144,13 @@ def as_a_command(table):
         def best(*words, times=5):
             return [
                 f"{value:.2f} s"
-                for value in np.min([process(*words) for _ in range(times)], axis=0)
+                for value in np.min([process(*words) for _ in range(TIMES or times)], axis=0)
             ]
 
-        first = best(*command, times=1)
+        first = best(*command, "--rounds", str(ROUNDS), times=1)
         table.add_row("import fedsolve", *best(sys.executable, "-c", "import fedsolve"))
         table.add_row("1 round", *best(*command, "--rounds", "1"))
+        command += ["--rounds", str(ROUNDS)]
         table.add_row(f"{ROUNDS} rounds", *best(*command))
         table.add_row(f"{ROUNDS} rounds, the very first time", *first)
 

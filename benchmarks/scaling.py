@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import fedsolve as fs
+from tiny import tiny
 
 
 def loss(w, data):
@@ -48,7 +49,8 @@ def measured(clients: int, devices: int, told: argparse.Namespace) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"clients": 64, "samples": 200, "size": 200, "rounds": 20}.items():
+    sizes = {"clients": 64, "samples": 200, "size": 200, "rounds": 20}
+    for name, value in tiny(sizes, dict.fromkeys(sizes, 4)).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     told = parser.parse_args()
     counts = [2**k for k in range(10) if 2**k <= jax.device_count()]

@@ -3,7 +3,7 @@
     COMPUTE=bfloat16 python benchmarks/peers/run.py --work cifar10 Fedsolve
 
 Clients' convolutions have weights of their own. As one grouped convolution that is slow on a GPU;
-as products with every pixel's neighbourhood (`unfolded`) they are one batched matrix product.
+as products with every pixel's neighbourhood (`convolve2d`) they are one batched matrix product.
 `CONVOLUTION=grouped` is for comparison.
 """
 
@@ -15,7 +15,8 @@ import numpy as np
 from work import ROUNDS, WORK, Meter, data
 
 import fedsolve as fs
-from fedsolve.models.layers import halve, unfolded
+from fedsolve.models.convolution import convolve2d
+from fedsolve.models.layers import halve
 from fedsolve.problem.samples import Samples
 
 COMPUTE = os.environ.get("COMPUTE", "float32")
@@ -25,7 +26,7 @@ NONE = ((0, 0), (0, 0))
 
 def convolve(maps, weight):
     if not GROUPED:
-        return unfolded(maps, weight, (1, 1), NONE)
+        return convolve2d(maps, weight)
     names = ("NHWC", "OIHW", "NHWC")
     return jax.lax.conv_general_dilated(maps, weight, (1, 1), NONE, dimension_numbers=names)
 

@@ -55,11 +55,11 @@ PEERS = {
 ROUNDS = {"small": 200, "mnist": 100, "cifar10": 1500}
 
 
-def prepared(work: str) -> Path:
+def prepared(work: str, tiny: bool) -> Path:
     """The work's data in one file, since peers do not have our datasets."""
     import fedsolve as fs
 
-    path = CACHE / f"{work}.npz"
+    path = CACHE / f"{work}{'-tiny' if tiny else ''}.npz"
     if path.exists():
         return path
     found, rng = fs.datasets.load(work), np.random.default_rng(0)
@@ -70,13 +70,17 @@ def prepared(work: str) -> Path:
     else:
         parts = rng.permutation(len(labels)).reshape(1000, 50)
 
+    if tiny:
+        parts = parts[:50]
+    test_count = 200 if tiny else None
+
     def seen(images: np.ndarray) -> np.ndarray:
         if work == "cifar10":
             return images
         pixels = images.reshape(len(images), -1).astype(np.float32) / 255
         return np.append(pixels, np.ones((len(pixels), 1), np.float32), axis=1)
 
-    test = {"test_x": seen(found.test["x"]), "test_y": found.test["y"]}
+    test = {"test_x": seen(found.test["x"][:test_count]), "test_y": found.test["y"][:test_count]}
     CACHE.mkdir(parents=True, exist_ok=True)
     x = seen(found.train["x"])[parts]
     np.savez(path, x=x, y=labels[parts].astype(np.int32), **test)  # type: ignore[arg-type]
@@ -124,10 +128,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="some of the peers")
     parser.add_argument("--work", choices=list(PEERS), default="small")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--tiny", action="store_true", help="one round, to see that it runs")
     given = parser.parse_args()
     peers, told = PEERS[given.work], {"WORK": given.work}
     if given.work != "small":
-        told["DATA"] = str(prepared(given.work))
+        told["DATA"] = str(prepared(given.work, given.tiny))
     columns = (
         "s a round | ratio | start and compile, s | peak memory, MB | loss | accuracy | rounds"
     )
@@ -135,7 +140,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     ours = None
     for name in given.names or peers:
-        rounds = given.rounds or peers[name].rounds or ROUNDS[given.work]
+        rounds = 1 if given.tiny else given.rounds or peers[name].rounds or ROUNDS[given.work]
         found = measured(name, peers[name], told | {"ROUNDS": str(rounds)})
         if isinstance(found, str):
             print(f"| {name} | {found} | | | | | | |", flush=True)

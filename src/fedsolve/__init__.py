@@ -37,7 +37,7 @@ from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
 from fedsolve.problem.stacking import stack_clients
 from fedsolve.solving.result import Run, Sweep
 from fedsolve.solving.solve import solve
-from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
+from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
 
 __version__ = "0.2.0.dev0"
@@ -67,6 +67,7 @@ __all__ = [
     "Replies",
     "Run",
     "Simplex",
+    "Spent",
     "Stationary",
     "StationaryForSize",
     "Statistics",
@@ -95,8 +96,8 @@ __all__ += local_updates.__all__
 
 
 def __getattr__(name: str):
-    if name == "torch":  # an extra, and a slow import: only for those who use it
+    if name in ("nnx", "torch"):  # extras, and slow imports: only for those who use them
         import importlib
 
-        return importlib.import_module("fedsolve.torch")
+        return importlib.import_module(f"fedsolve.{name}")
     raise AttributeError(f"module 'fedsolve' has no attribute {name!r}")

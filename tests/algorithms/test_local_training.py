@@ -122,9 +122,9 @@ def test_on_padded_clients_each_sample_has_its_own_noise():
 
     clients = fs.stack_clients([{"x": np.ones((400, 1))}, {"x": np.ones((300, 1))}])
     run = fs.solve(fs.Problem(drop, clients, np.zeros(1)), fs.FedAvg(1.0), rounds=1)
-    # One draw for all samples would give 0, 1 or 2 for each client.
+    # One draw for all samples would give 0 or 2 for each client.
     assert 0.5 < -run.params[0] < 1.5
-    assert -run.params[0] not in (0.0, 0.5, 1.0, 1.5, 2.0)
+    assert abs(2 * run.params[0] - round(2 * float(run.params[0]))) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_pass_uses_every_sample_once(sizes, drop_last):
             share = (epochs / batch - total[:size]) / (1 / batch - lasts)
             np.testing.assert_allclose(share, np.round(share), atol=1e-9)  # times in a last batch
             np.testing.assert_allclose(share.sum(), epochs * rest, rtol=1e-9)
-            assert len(np.unique(np.round(share))) > 1  # passes are shuffled anew
+            assert not np.all(np.isin(np.round(share), [0, epochs]))  # each pass is shuffled anew
 
 
 def test_a_pass_in_one_batch_is_a_full_gradient_step(tmp_path):

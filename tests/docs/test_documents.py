@@ -1,5 +1,6 @@
 """Examples, commands and links in the documents work as they are printed."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -95,7 +96,9 @@ def test_the_fedadmm_page_runs(capsys):
     assert communications == 2 * averagings < 200
 
 
-TUTORIALS = sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.md"))
+OWN_TEST = {"torch"}  # needs a data set, and files beside it
+PAGES = {path.stem for path in (ROOT / "docs/tutorials").glob("*.md")}
+TUTORIALS = sorted(PAGES - OWN_TEST)
 
 
 @pytest.mark.parametrize("page", ["start", *(f"tutorials/{name}" for name in TUTORIALS)])
@@ -195,6 +198,7 @@ def test_the_page_on_data_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDSOLVE_DATA", str(examples.DATA))
     names = {}
+    pytest.importorskip("torch")
     for block in blocks("docs/data.md"):
         exec(block, names)
     assert sum(map(len, names["parts"])) == 60_000
@@ -222,15 +226,20 @@ def test_the_page_on_problems_works():
     """Its functions and data are the reader's own: here a least-squares problem's."""
     own = examples.least_squares().samples.values
     names = {"f": examples.quadratic, "g": examples.half_space, "data": own, "w0": np.zeros(5)}
-    any_problem, network = blocks("docs/problems.md")
+    any_problem, network, equinox, flax, exported = blocks("docs/problems.md")
     exec(any_problem, names)
     assert names["problem"].n == 6
-    pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((3, 20, 30)), rng.integers(0, 2, (3, 20))
     names |= {"x": x.astype(np.float32), "y": y.astype(np.float32)}
-    exec(network, names)
-    assert names["run"].history["objective"][-1] < names["run"].history["objective"][0]
+    for block, package in ((network, "torch"), (equinox, "equinox"), (flax, "flax")):
+        if importlib.util.find_spec(package) is not None:
+            exec(block, names)
+            objective = names["run"].history["objective"]
+            assert objective[-1] < objective[0]
+    assert isinstance(names["trained"], names["Net"])
+    exec(exported, names)
+    assert names["fitted"].score(x[0], y[0]) > 0.8
 
 
 def test_the_page_on_training_works():

@@ -364,3 +364,79 @@ def test_twenty_runs_of_ten_thousand_rounds_stay_drawable(tmp_path):
     paths = [a["d"] for tag, a in drawn.tags if tag == "path" and a.get("class") != "over"]
     assert len(paths) == 3 * 20
     assert max(len(re.findall("[ML]", d)) for d in paths) <= 4 * 600
+
+
+SITES = {
+    "clients": 8,
+    "missing": {"south": "it missed rounds 101 to 450, since then: no answer"},
+    "sites": {
+        "north": {
+            "clients": 5,
+            "asked": 450,
+            "answered": 449,
+            "refused": 1,
+            "absent": 0,
+            "evaluated": True,
+            "why": "",
+            "missed": [{"from": 7, "to": 7, "why": HOSTILE, "at": "then"}],
+        },
+        "south": {
+            "clients": 3,
+            "asked": 450,
+            "answered": 100,
+            "refused": 0,
+            "absent": 350,
+            "evaluated": False,
+            "why": "no answer",
+            "missed": [{"from": 101, "to": 450, "why": "no answer", "at": "then"}],
+        },
+    },
+}
+
+
+@pytest.fixture
+def deployed(folder, tmp_path):
+    """A folder whose first run was deployed: a site was missing from round 101 on."""
+    shutil.copytree(folder, tmp_path / "deployed")
+    facts = json.loads((tmp_path / "deployed/run.json").read_text())
+    facts |= {"status": "incomplete", "participation": {"plain/seed-0": SITES}}
+    (tmp_path / "deployed/run.json").write_text(json.dumps(facts))
+    table = pd.read_csv(tmp_path / "deployed/history.csv")
+    table["clients_evaluated"] = 8
+    first = (table["variant"] == "plain") & (table["seed"] == 0)
+    table.loc[first & (table["round"] > 100), "clients_evaluated"] = 5
+    table.to_csv(tmp_path / "deployed/history.csv", index=False)
+    report([tmp_path / "deployed"], tmp_path / "deployed.html")
+    return tmp_path / "deployed.html"
+
+
+def test_a_deployed_runs_sites_are_in_the_page(deployed):
+    plain, other = embedded(deployed)
+    assert plain["status"] == "incomplete"
+    assert [seed.get("total") for seed in plain["seeds"]] == [8, None]
+    (sites,) = plain["sites"]
+    assert (sites["seed"], sites["rounds"], other["sites"]) == (0, ROUNDS, [])
+    north, south = sites["rows"]
+    assert (north["name"], north["clients"], north["counts"]) == ("north", 5, [450, 449, 1, 0])
+    assert north["missed"] == [[7, 7, HOSTILE]]
+    assert (north["without"], south["without"]) == ("", SITES["missing"]["south"])
+    assert south["missed"] == [[101, 450, "no answer"]]
+
+
+def test_a_strip_shows_who_answered(deployed, folder):
+    """Red where a site missed rounds; within the tolerance only where all clients were heard."""
+    text = in_a_browser(deployed)
+    dom = Tags(text)
+    assert "img" not in {tag for tag, _ in dom.tags}
+    bars = [a for tag, a in dom.tags if tag == "rect" and a.get("class") == "missed"]
+    assert len(bars) == 2
+    wide = float(bars[1]["width"]) / (600 - 110 - 12)
+    assert wide == pytest.approx(350 / 450, abs=0.01)
+    shown = "".join(dom.data)
+    assert "south (3 clients): asked in 450 rounds, answered 100, absent from 350" in shown
+    assert "Missing at the end: it missed rounds 101 to 450" in shown
+    cells = [a["data-value"] for tag, a in dom.tags if tag == "td" and "data-value" in a]
+    rows = np.array(cells).reshape(4, -1)
+    assert rows[:, 2].tolist() == ["5 of 8", "all", "all", "all"]
+    assert rows[0, 6] == "unknown"
+    assert all(cell.endswith(" %") for cell in rows[1:, 6])

@@ -120,7 +120,7 @@ def test_a_real_federation_follows_the_simulation(federation, names):
         "run": {"rounds": 20, "precision": "float64"},
         "variants": {name: {"algorithm.name": name} for name in names},
     }
-    wanted = config.resolve("same", table)
+    wanted = config.resolve("same", table, [PROBLEM, ALGORITHM])
     runs = run_on(federation, wanted, f"same-{len(names)}", lambda news: None)
     assert list(runs) == list(names)
     for variant, (run,) in runs.items():
@@ -227,8 +227,11 @@ def test_the_commands_of_an_owner(tmp_path):
     allow = '[allow]\nproblems = ["clinic:screening"]\n'
     problem = fs.problems.neyman_pearson(clients=4)
     np.savez(tmp_path / "north.npz", **{k: v[:3] for k, v in problem.samples.values.items()})
-    (tmp_path / "north.toml").write_text(f'[data]\nloader = "npz"\npath = "north.npz"\n{allow}')
-    (tmp_path / "south.toml").write_text(f"[data]\nshare = [3, 1]\n{allow}")
+    limits = "[limits]\ndigits = 17\n"  # values as in the simulation
+    (tmp_path / "north.toml").write_text(
+        f'[data]\nloader = "npz"\npath = "north.npz"\n{allow}{limits}'
+    )
+    (tmp_path / "south.toml").write_text(f"[data]\nshare = [3, 1]\n{allow}{limits}")
     (tmp_path / "server.toml").write_text(allow)
     started = []
 
@@ -261,7 +264,8 @@ def test_the_commands_of_an_owner(tmp_path):
         sites = [start("site", str(kits / n), "--data", f"{n}.toml") for n in ("north", "south")]
         words = ["--set", "problem.kind=clinic:screening", "--set", "problem.clients=4"]
         words += ["--set", "algorithm.participants=3", "--set", "deploy.sites=2"]
-        words += ["--set", "run.precision=float64", "--rounds", "5", "--kit", admin]
+        words += ["--allow", "clinic:screening", "--set", "run.precision=float64"]
+        words += ["--rounds", "5", "--kit", admin]
         status, told = done(
             "submit", "neyman-pearson", *words, "--run", "first", "--out", "x", "--track", "mlflow"
         )

@@ -14,6 +14,7 @@ import pytest
 import fedsolve as fs
 from fedsolve.cli import deploy as commands
 from fedsolve.experiments import registry as kinds
+from fedsolve.experiments.allowed import Allowed
 from fedsolve.flare import jobs
 from fedsolve.flare.job_files import write_job
 from fedsolve.flare.jobs import built
@@ -56,6 +57,7 @@ class Opened:
 
 
 OPENED = Opened()
+LIMITED = Allowed(files=False)
 
 
 def no_network(*_, **__):
@@ -89,7 +91,7 @@ def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
                 for path in (there, missing):
                     OPENED.watching = True
                     try:
-                        kinds.described({"kind": kind, name: path}, registry, "x", allowed=())[0]()
+                        kinds.described({"kind": kind, name: path}, registry, "x", LIMITED)[0]()
                         told.append("built")
                     except Exception as error:
                         told.append(f"{type(error).__name__} {error}".replace(path, "it"))
@@ -103,9 +105,9 @@ def test_a_job_cannot_name_a_file(tmp_path, monkeypatch):
     assert {"images.dataset", "images.partition", "adult.constraint"} <= {*seen} - {*files}
     # A machine's own user names files as before.
     fs.Clock(up=there)
-    assert (
-        kinds.build({"kind": "Trace", "rounds": there}, kinds.PARTS, "x", None)[0].check(6) is None
-    )
+    trace, _ = kinds.build({"kind": "Trace", "rounds": there}, kinds.PARTS, "x", Allowed())
+    assert isinstance(trace, fs.participation.Trace)
+    assert trace.check(6) is None
 
 
 def test_a_site_does_not_reveal_the_contents_of_its_files(tmp_path, monkeypatch, capfd):

@@ -68,8 +68,8 @@ def test_convolutions_and_groups_are_what_equinox_computes(monkeypatch):
     convolution = eqx.nn.Conv2d(4, 6, 3, stride=2, padding=1, key=keys[0])
     x = jax.random.normal(keys[1], (2, 8, 8, 4))
     one_by_one = jax.vmap(convolution)(jnp.moveaxis(x, -1, 1))
-    for most in (0, 10**6):  # by the library, and unfolded
-        monkeypatch.setattr(layers, "UNFOLDED", most)
+    for device in ("gpu", "cpu"):  # by the library, and by products
+        monkeypatch.setattr(jax, "default_backend", lambda device=device: device)
         np.testing.assert_allclose(
             layers.convolve(convolution, x), jnp.moveaxis(one_by_one, 1, -1), atol=1e-5
         )

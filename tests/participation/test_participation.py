@@ -10,50 +10,11 @@ import pytest
 
 import fedsolve as fs
 from fedsolve.experiments import config
-from fedsolve.federation.state import State
 from fedsolve.participation.weighting import draw_proportionally
-from fedsolve.runtimes.simulation import Simulation
 from tests.support import examples
+from tests.support.weights import ragged, weigh
 
 parts = fs.participation
-
-
-def ragged(sizes=(2, 5, 3, 9, 4, 7), size=4, validation=None, seed=0):
-    """Least squares over clients of different sizes, and each client's (f, ∇f) in NumPy."""
-    rng = np.random.default_rng(seed)
-    clients = []
-    for count in sizes:
-        inputs = rng.standard_normal((count, size))
-        clients.append({"inputs": inputs, "targets": inputs @ rng.standard_normal(size) + 1})
-    problem = fs.Problem(
-        lambda w, data: 0.5 * jnp.mean((data["inputs"] @ w - data["targets"]) ** 2),
-        fs.stack_clients(clients),
-        rng.standard_normal(size),
-        validation=validation,
-    )
-
-    def loss(w, data):
-        return 0.5 * np.mean((data["inputs"] @ w - data["targets"]) ** 2)
-
-    def grad(w, data):
-        return data["inputs"].T @ (data["inputs"] @ w - data["targets"]) / len(data["targets"])
-
-    return problem, clients, loss, grad
-
-
-def weigh(problem, weighting, memory=None, up=True, seed=0):
-    """The weights at the problem's start, in float64, and the federation that was asked."""
-    with jax.enable_x64(True):
-        placed = problem.on_device(jnp.float64)
-        algorithm = fs.FedAvg(0.1, weighting=weighting)
-        state = State.start(placed, algorithm, jax.random.key(seed))
-        fed = Simulation(placed, state)
-        methods = parts.weighting.Methods(algorithm.assess, algorithm.tell_size)
-        known = state.participation.weighting if memory is None else memory
-        memory = jax.tree.map(jnp.asarray, known)
-        key = jax.random.key(seed)
-        weights, after = algorithm.weighting.weigh(fed, methods, memory, up, key)
-        return np.asarray(weights), after, fed
 
 
 def test_weights_follow_their_papers():
@@ -383,7 +344,7 @@ BAD = {
     ),
     "not a trace": (lambda: parts.Trace([[2, 0]]), "A trace is a table of 0 and 1"),
     "a short trace": (
-        lambda: fs.solve(ragged()[0], fs.FedAvg(0.1, availability=parts.Trace([[1, 0]])), 2),
+        lambda: fs.solve(ragged()[0], fs.FedAvg(0.1, availability=parts.Trace([[1, 1]])), 2),
         "The trace has 2 columns, but there are 6 clients",
     ),
     "an optimiser": (

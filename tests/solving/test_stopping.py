@@ -133,3 +133,95 @@ def test_another_tolerance_does_not_trace_again(problem):
 def test_an_invalid_stopping_rule_raises(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()
+
+
+def first_over(history, column, limit):
+    return int(np.argmax(history[column] >= limit)) + 1
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1])
+def test_a_budget_ends_a_run_after_the_round_that_uses_it_up(problem, whole, over):
+    """In messages with vectors and in bytes, to the last one; whichever is used up first."""
+    history = whole.history
+    for given, column in (
+        ("messages", "vectors_up_total"),
+        ("bytes_up", "bytes_up_total"),
+        ("bytes_down", "bytes_down_total"),
+    ):
+        limit = int(history[column][20]) + over
+        run = fs.solve(
+            problem, ALGORITHM, rounds=160, precision="float64", stop=fs.Spent(**{given: limit})
+        )
+        assert run.rounds == first_over(history, column, limit) == 21 + (over > 0)
+        np.testing.assert_array_equal(run.history["objective"], history["objective"][: run.rounds])
+    both = fs.Spent(messages=10**9, bytes_up=int(history["bytes_up_total"][4]))
+    assert fs.solve(problem, ALGORITHM, 160, precision="float64", stop=both).rounds == 5
+
+
+def test_a_budget_beyond_16_bits_and_in_every_runtime(problem, whole):
+    """A `Count` has two parts."""
+    wide = fs.Problem(
+        lambda w, data: 0.5 * ((w - data["c"][0]) ** 2).sum(),
+        {"c": np.ones((4, 1, 500))},
+        np.zeros(500),
+    )
+    history = fs.solve(wide, fs.FedAvg(0.1), rounds=30).history
+    for limit in (2**16 - 1, 2**16, 2**16 + 1234, 3 * 2**16 + 5):
+        run = fs.solve(wide, fs.FedAvg(0.1), rounds=30, stop=fs.Spent(bytes_up=limit))
+        assert run.rounds == first_over(history, "bytes_up_total", limit)
+    debug = fs.solve(wide, fs.FedAvg(0.1), 30, stop=fs.Spent(bytes_up=2**16), runtime="debug")
+    streamed = fs.solve(wide, fs.FedAvg(0.1), 30, stop=fs.Spent(bytes_up=2**16), runtime="streamed")
+    assert debug.rounds == streamed.rounds == first_over(history, "bytes_up_total", 2**16)
+
+
+def test_a_budget_of_simulated_seconds(problem):
+    clock = fs.Clock(work=0.5)
+    history = fs.solve(problem, ALGORITHM, rounds=20, clock=clock).history
+    run = fs.solve(problem, ALGORITHM, rounds=20, clock=clock, stop=fs.Spent(seconds=3.0))
+    assert run.rounds == first_over(history, "seconds_total", 3.0)
+    with pytest.raises(fs.InvalidInput, match="counts simulated time: give a clock"):
+        fs.solve(problem, ALGORITHM, rounds=20, stop=fs.Spent(seconds=3.0))
+
+
+def test_another_budget_does_not_trace_again(problem):
+    traces = []
+
+    def watched(problem, params):
+        traces.append(1)
+        return 0.0 * params.sum()
+
+    options = {"rounds": 9, "follow": {"watched": watched}}
+    fs.solve(problem, ALGORITHM, stop=fs.Spent(messages=6), **options)
+    once = len(traces)
+    run = fs.solve(problem, ALGORITHM, stop=fs.Spent(messages=12), **options)
+    assert len(traces) == once
+    assert run.rounds == 4
+
+
+def test_sweeps_compare_at_equal_budgets(problem):
+    swept = fs.sweep(
+        problem,
+        ALGORITHM,
+        rounds=50,
+        seeds=[0, 1],
+        stop=fs.Spent(messages=30),
+        step_size=[0.05, 0.1],
+    )
+    assert [run.rounds for run in swept.runs] == [10] * 4
+    assert set(swept.table["vectors_up_total"]) == {30}
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: fs.Spent(), "Spent needs a budget"),
+        (lambda: fs.Spent(messages=0), "messages must be a whole number from 1 up, got 0"),
+        (lambda: fs.Spent(messages=2.5), "messages must be a whole number from 1 up, got 2.5"),
+        (lambda: fs.Spent(bytes_up=True), "bytes_up must be a whole number"),
+        (lambda: fs.Spent(bytes_down=2**48), r"bytes_down must be below 2\^48"),
+        (lambda: fs.Spent(seconds=0.0), "seconds must be positive"),
+    ],
+)
+def test_a_budget_that_is_none_raises(make, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        make()

@@ -138,9 +138,38 @@ def neyman_pearson_clients(majority, minority):
     return [client(a, b) for a, b in zip(majority, minority, strict=True)]
 
 
-def ppbc(grads, x0, epochs, step_size, theta, choose, up=None, q=1.0):
+def capped(weights, most):
+    """The nearest point of {π ≥ 0, Σπ = 1, π ≤ most}, by bisection."""
+    low, high = np.min(weights) - 1, np.max(weights)
+    for _ in range(200):
+        middle = (low + high) / 2
+        above = np.clip(weights - middle, 0, most).sum() > 1
+        low, high = (middle, high) if above else (low, middle)
+    return np.clip(weights - low, 0, most)
+
+
+def counted(scores, selected, counting, alpha=None):
+    """π̂: what the selected clients have for a weight, in the three ways of counting."""
+    m = len(scores)
+    pi = np.asarray(scores) / np.sum(scores)
+    if alpha is not None:
+        pi = capped(pi, alpha / m)
+    chosen = np.isin(np.arange(m), selected)
+    if counting == "uniform":
+        return chosen / m
+    kept = np.where(chosen, pi, 0)  # R zeroes the others and retains these
+    if counting == "retained":
+        return kept
+    kept = kept / kept.sum()
+    if alpha is not None:
+        kept[chosen] = capped(kept[chosen], alpha / m)
+    return kept
+
+
+def ppbc(grads, x0, epochs, step_size, theta, choose, up=None, q=1.0, choose_round=None):
     """PPBC and PPBC+, Algorithms 1 and 2, line by line. `grads` is a list of ∇f_m; an epoch is the
-    list of its rounds' numbers; `choose(x)` gives π̂ at an epoch's start; up[t][m] is η_m.
+    list of its rounds' numbers, which may be empty; `choose(x)` gives π̂ at an epoch's start, and
+    `choose_round(x, π̂)` gives π̃; up[t][m] is η_m.
 
     Returns x at the start of every epoch after the first.
     """
@@ -150,11 +179,12 @@ def ppbc(grads, x0, epochs, step_size, theta, choose, up=None, q=1.0):
         pi = choose(x)  # lines 4, 5
         g = [np.zeros_like(x0) for _ in range(m)]  # line 6
         for t in rounds:
+            tilde = pi if choose_round is None else choose_round(x, pi)  # line 10
             eta = np.ones(m) if up is None else np.asarray(up[t], float)
             slopes = [eta[i] / q * grads[i](x) for i in range(m)]
             for i in range(m):  # line 12
-                g[i] = g[i] + (1 - theta) * (1 / m - pi[i]) * slopes[i]
-            step = sum(pi[i] * slopes[i] for i in range(m))
+                g[i] = g[i] + (1 - theta) * (1 / m - tilde[i]) * slopes[i]
+            step = sum(tilde[i] * slopes[i] for i in range(m))
             x = x - step_size * ((1 - theta) * step + theta * g_prev)  # line 17
         g_prev = sum(g)  # line 22
         x = x - step_size * g_prev  # line 7 of the next epoch

@@ -14,13 +14,14 @@ PACKAGES = (
     "fedsolve.games",
     "fedsolve.local_updates",
     "fedsolve.models",
+    "fedsolve.nnx",
     "fedsolve.participation",
     "fedsolve.problem",
     "fedsolve.problems",
     "fedsolve.theory",
     "fedsolve.torch",
 )
-EXTRAS = ("fedsolve.torch",)  # may not be installed
+EXTRAS = ("fedsolve.nnx", "fedsolve.torch")  # may not be installed
 
 
 def key(thing):

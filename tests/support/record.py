@@ -1,6 +1,7 @@
 """Record what every runtime computes, so that a refactoring can be checked against it.
 
     python tests/support/record.py write       # write record.json from this source tree
+    python tests/support/record.py write PPBC  # renew only the cases with this in their names
     python tests/support/record.py check       # compare this source tree with record.json
 
 A case is a run of one algorithm on one runtime, a sweep, or a game. Its record has the final
@@ -234,22 +235,28 @@ def differences(name: str, recorded: dict[str, Any], found: dict[str, Any], exac
     if exact and recorded["hash"] == found["hash"]:
         return ""
     wanted, got = recorded["values"], found["values"]
-    if wanted.keys() != got.keys():
-        return f"{name}: recorded {sorted(wanted.keys() - got.keys())} are not there"
+    if missing := sorted(wanted.keys() - got.keys()):
+        return f"{name}: recorded {missing} are not there"
     tolerance = 0.0 if exact else 1e-12
     for key, value in wanted.items():
         a, b = np.asarray(value, np.float64), np.asarray(got[key], np.float64)
         if a.shape != b.shape or not np.allclose(a, b, rtol=tolerance, atol=tolerance):
             return f"{name}: {key} is {b.tolist()}, recorded as {a.tolist()}"
-    return f"{name}: types differ" if exact else ""
+    same_columns = wanted.keys() == got.keys()  # a new column of the history changes the hash
+    return f"{name}: types differ" if exact and same_columns else ""
 
 
 def main() -> None:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     sys.path.insert(0, str(ROOT))
-    found = here(list(cases()))
-    if sys.argv[1:] == ["write"]:
-        lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()]
+    writes, only = sys.argv[1:2] == ["write"], "".join(sys.argv[2:3])
+    found = here([name for name in cases() if only in name])
+    if writes:
+        before = json.loads(FILE.read_text()) if only else {"cases": {}}
+        if only and not same_machine(before["environment"]):
+            sys.exit("A part of the record can be renewed only where the rest was written.")
+        kept = before["cases"]
+        lines = [f"{json.dumps(k)}: {json.dumps(each)}" for k, each in (kept | found).items()]
         head = json.dumps(this_environment())
         body = ",\n".join(lines)
         FILE.write_text(f'{{"environment": {head},\n"cases": {{\n{body}\n}}}}\n')

@@ -8,6 +8,7 @@ the program (`participants`, `local_steps`) is `static()`.
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -32,7 +33,12 @@ class Algorithm(eqx.Module):
 
     A client method has the form `method(client, state, message) -> (state, reply)`, without
     `message` if none is sent; `client` is a `fedsolve.Client`.
+
+    `begins_with_gradients` says that clients begin with `client.grad(client.w)`, before anything is
+    published in a round. If a stopping rule has evaluated the gradients there, they are used again.
     """
+
+    begins_with_gradients: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, w: Vector) -> ServerState:

@@ -21,6 +21,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
 from fedsolve.local_updates.descent import Direction, Epochs, Steps, take_steps
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.problem.passes import rows_of
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import counts
@@ -106,7 +107,9 @@ class LocalTraining(Participating):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        if self.local_epochs is not None:
+        if problem.trains_itself:
+            _check_training(self)
+        elif self.local_epochs is not None:
             check_passes(problem)
 
     def reach(self: HasLocalSteps, round: Round) -> Scalar:
@@ -114,18 +117,25 @@ class LocalTraining(Participating):
         return at(self.step_size, round) if self.local_optimizer is None else 1.0
 
     def take_steps(
-        self: HasLocalSteps, client: Client, direction: Direction
+        self: HasLocalSteps, client: Client, direction: Direction, follows: Follows | None = None
     ) -> tuple[Vector, Vector]:
         """Take a client's local steps from w; see `fedsolve.local_updates.descent.take_steps`.
+
+        Args:
+            client: The client.
+            direction: The direction of a step.
+            follows: What it is, if it is a gradient of the objective with a correction.
 
         Returns:
             The pseudo-gradient, and the sum of the directions.
         """
-        return _steps_of(self, client, direction)
+        return _steps_of(self, client, direction, follows)
 
-    def descend(self: HasLocalSteps, client: Client, direction: Direction) -> Vector:
+    def descend(
+        self: HasLocalSteps, client: Client, direction: Direction, follows: Follows | None = None
+    ) -> Vector:
         """Take a client's local steps from w and return the pseudo-gradient."""
-        return _steps_of(self, client, direction)[0]
+        return _steps_of(self, client, direction, follows)[0]
 
     def count_steps(self: HasLocalSteps, client: Client) -> Number | int:
         """Return how many local steps the client takes in a round."""
@@ -168,7 +178,7 @@ class CompressedTraining(LocalTraining):
 
 
 def _steps_of(
-    algorithm: HasLocalSteps, client: Client, direction: Direction
+    algorithm: HasLocalSteps, client: Client, direction: Direction, follows: Follows | None
 ) -> tuple[Vector, Vector]:
     """Take a client's local steps, for both methods of `LocalTraining`."""
     return take_steps(
@@ -178,6 +188,7 @@ def _steps_of(
         client.key,
         algorithm.step_size,
         algorithm.local_optimizer,
+        follows=follows,
     )
 
 
@@ -207,4 +218,14 @@ def check_passes(problem: Problem) -> None:
         raise InvalidInput(
             "A loss with a state cannot train on a padded batch, and clients differ in size: give "
             "the problem drop_last=True."
+        )
+
+
+def _check_training(algorithm: Any) -> None:
+    """Raise if an algorithm is to take steps that a training loop takes."""
+    epochs, optimizer = algorithm.local_epochs, algorithm.local_optimizer
+    if algorithm.local_steps != 1 or epochs is not None or optimizer is not None:
+        raise InvalidInput(
+            "The training loop decides steps and optimizer: leave out local_steps, local_epochs "
+            "and local_optimizer; step_size is the server's (1.0 averages the clients' models)."
         )

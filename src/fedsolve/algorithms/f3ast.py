@@ -30,6 +30,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
 from fedsolve.fields import Scalar, scalar
+from fedsolve.participation.picks import Picks, no_picks, noted
 from fedsolve.participation.selection import Top
 from fedsolve.types import PRNGKey, PyTree, Vector
 
@@ -40,6 +41,7 @@ class Memory(NamedTuple):
     weighting: PyTree
     availability: PyTree
     rates: Float[Array, " n"]
+    picks: Picks
 
 
 class F3AST(FedAvg):
@@ -48,8 +50,8 @@ class F3AST(FedAvg):
     The weights of clients in the mean correct for how often they take part.
 
     Args:
-        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
-            see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
+            compression; see `FedAvg`.
         smoothing: β, the step of the estimated rates.
         participants: At most this many of the available clients take part.
         weighting, availability: The weights p_k, and which clients are up; see `Participating`.
@@ -76,6 +78,7 @@ class F3AST(FedAvg):
             self.weighting.init(w, clients),
             None if self.availability is None else self.availability.init(clients),
             jnp.full(clients, share, w.dtype),
+            no_picks(clients),
         )
 
     def draw(self, fed: Federation, key: PRNGKey) -> Drawn:
@@ -88,9 +91,10 @@ class F3AST(FedAvg):
         heard = self.answering(fed, cohort, scores[cohort] > 0, key)
         taken = jnp.zeros(n, bool).at[cohort].set(heard)
         rates = memory.rates + self.smoothing * (taken - memory.rates)
-        fed.participation = Memory(wanted, after, rates)
-        noted = self.weighting.info(wanted)
-        return Drawn(cohort, (weights / rates)[cohort], heard, noted)
+        picks = memory.picks.at[cohort].add(heard.astype(jnp.int32))
+        fed.participation = Memory(wanted, after, rates, picks)
+        info = self.weighting.info(wanted) | noted(picks, fed.round + 1)
+        return Drawn(cohort, (weights / rates)[cohort], heard, info)
 
     def combine(self, answers: Replies, drawn: Drawn) -> Vector:
         return answers.sum(drawn.weights)

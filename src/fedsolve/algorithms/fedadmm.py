@@ -13,7 +13,7 @@ iteration (15).
 | `accuracy` | ε_i^0 | k_0² unless given |
 | `decay` | ν_i | ε_i ← ν_i ε_i in every iteration (5) |
 | `inner_steps` | κ | at most so many steps (15); None: until the residual (6) is small enough |
-| `lipschitz` | r_i | of ∇f_i; estimated by power iteration where not given |
+| `lipschitz` | r_i | of ∇f_i; estimated where not given (bounded for `penalty="theory"`) |
 | `dual_start` | π_i^0 | `"zero"` as in the experiments, `"gradient"`: −α_i ∇f_i(w^0), Algorithm 1 |
 | `dual` | π_i | kept by client i |
 | `sent` | z_i | σ_i w_i + π_i, as the server has it |
@@ -39,7 +39,7 @@ sends the changes of z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i. If α conve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -48,11 +48,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from fedsolve.algorithms.curvature import (
+    bounded,
+    estimated,
+    hessian_product,
+    least_steps,
+    random_direction,
+)
 from fedsolve.algorithms.participating import Participating
 from fedsolve.compression.compressors import Compressor, Identity
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
+from fedsolve.federation.known import InformedClient
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
@@ -102,9 +110,15 @@ class FedADMM(Participating):
         decay: ν_i, by which ε_i is multiplied in every iteration.
         inner_steps: κ, at most this many steps (15) per iteration; None: until the residual (6) is
             small enough.
-        lipschitz: r_i, one number or one for each client; None to estimate them.
-        power_steps: The steps of the power iteration that estimates r_i.
+        lipschitz: r_i, one number or one for each client; None to estimate them from the Hessian
+            at the start, by power iteration; for `penalty="theory"` by a bound that is too low with
+            probability 1e-9 only.
+        power_steps: The steps of the power iteration that estimates r_i; the bound takes twice as
+            many products with the Hessian.
         dual_start: `"zero"`, as in the experiments, or `"gradient"`, as in Algorithm 1.
+        variant: `"paper"`, or `"released"` for the inner test of the authors' released program: it
+            stops where ‖α_i∇f_i(v') + π_i + σ_i(v − w)‖² < n ε_i, with the gradient at the v'
+            before the step (15) to v.
         uplink: The compressor of the clients, which must be contractive.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -118,6 +132,8 @@ class FedADMM(Participating):
         (3, 2)
     """
 
+    begins_with_gradients: ClassVar[bool] = True
+
     local_iterations: Count = eqx.field(converter=lambda k: _count(k), default=10)
     penalty: Scalar | Numbers | str = eqx.field(converter=lambda x: _penalty(x), default=0.2)
     accuracy: Scalar | None = None
@@ -126,12 +142,14 @@ class FedADMM(Participating):
     lipschitz: Scalar | Numbers | None = eqx.field(converter=lambda x: _array(x), default=None)
     power_steps: int = static(30)
     dual_start: str = static("zero")
+    variant: str = static("paper")
     uplink: Compressor = Identity()
 
     def __check_init__(self):
         check_kind("uplink", self.uplink, Compressor)
         check_count("power_steps", self.power_steps)
-        check_positive("penalty", self.penalty)
+        if not self.follows_theory:
+            check_positive("penalty", self.penalty)
         check_positive("decay", self.decay)
         if self.accuracy is not None:
             check_positive("accuracy", self.accuracy)
@@ -141,6 +159,10 @@ class FedADMM(Participating):
             check_positive("lipschitz", self.lipschitz)
         if self.dual_start not in ("zero", "gradient"):
             raise InvalidInput(f'dual_start must be "zero" or "gradient", got {self.dual_start!r}.')
+        if self.variant not in ("paper", "released"):
+            raise InvalidInput(f'variant must be "paper" or "released", got {self.variant!r}.')
+        if self.variant == "released" and self.inner_steps is None:
+            raise InvalidInput('variant="released" needs inner_steps; the program has 3.')
         if not self.uplink.contractive:
             raise InvalidInput(
                 "The uplink must be contractive, as error feedback on z_i needs it: "
@@ -149,6 +171,12 @@ class FedADMM(Participating):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
+        least = least_steps(problem.dimension)
+        if self.follows_theory and self.lipschitz is None and self.power_steps < least:
+            raise InvalidInput(
+                f"power_steps must be at least {least} for a safe bound on r_i with "
+                f"{problem.dimension} parameters, got {self.power_steps}."
+            )
         for name in ("penalty", "lipschitz"):
             if np.ndim(values := getattr(self, name)) and len(values) != problem.n:
                 raise InvalidInput(
@@ -202,8 +230,7 @@ class FedADMM(Participating):
         """Reply with σ_i, π_i^0 (None if it is 0), and whether this client is new."""
         share = jnp.asarray(share[client.index] if share.ndim else share)
         smoothness = share * self.smooth(client)
-        assert not isinstance(self.penalty, str)  # the converter replaced the word
-        given = jnp.asarray(self.penalty, client.w.dtype)
+        given = jnp.asarray(3 if self.follows_theory else self.penalty, client.w.dtype)
         penalty = given[client.index] if given.ndim else given * smoothness
         dual = jnp.zeros_like(client.w)
         if self.dual_start == "gradient":
@@ -217,20 +244,23 @@ class FedADMM(Participating):
         return moved, (jnp.where(new, penalty, 0), sends_dual, new)
 
     def smooth(self, client: Client) -> Number:
-        """Return r_i: the largest |eigenvalue| of the Hessian at w, unless it is given."""
+        """Return r_i: the largest |eigenvalue| of the Hessian at w, unless it is given.
+
+        By power iteration; for `penalty="theory"` a bound on it.
+        """
         if self.lipschitz is not None:
             given = jnp.asarray(self.lipschitz, client.w.dtype)
             return given[client.index] if given.ndim else given
 
-        def power(_: Round, carry: tuple[Vector, Number]) -> tuple[Vector, Number]:
-            product = jax.jvp(client.grad, (client.w,), (carry[0],))[1]
-            size = jnp.linalg.norm(product)
-            return product / jnp.where(size > 0, size, 1), size
-
-        start = jax.random.normal(client.key, client.w.shape, client.w.dtype)
-        start = start / jnp.linalg.norm(start), jnp.zeros((), client.w.dtype)
-        size = lax.fori_loop(0, self.power_steps, power, start)[1]
+        product, start = hessian_product(client), random_direction(client.key, client.w)
+        find = bounded if self.follows_theory else estimated
+        size = find(product, start, self.power_steps)
         return jnp.where(size > 0, size, 1)  # a client whose f_i is linear
+
+    @property
+    def follows_theory(self) -> bool:
+        """Whether σ_i must satisfy Theorem 4.1, so that r_i must not be less than it is."""
+        return isinstance(self.penalty, str)
 
     def improve(
         self, client: Client, state: Local, shares: Numbers | None = None
@@ -244,17 +274,11 @@ class FedADMM(Participating):
         first = slope + state.dual  # s
         ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
-        def iterate(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
-            dual, _, accuracy = carry
-            accuracy = self.decay * accuracy
-            local = self.minimise(client, state, penalty, dual, accuracy, slope, k)
-            return dual + penalty * (local - client.w), local, accuracy
-
         dual = jnp.where(ready > 0, shrunk * first - slope, state.dual)
         local = client.w - last * first / (state.smoothness + penalty)
         accuracy = state.accuracy * self.decay**ready
         start = dual, local, accuracy
-        dual, local, accuracy = lax.fori_loop(ready, self.local_iterations, iterate, start)
+        dual, local, accuracy = self.iterate(client, state, penalty, slope, ready, start)
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
         packet = self.uplink(change, jax.random.fold_in(client.key, 0))
@@ -268,6 +292,35 @@ class FedADMM(Participating):
         )
         return moved, packet if shares is None else (packet, state.penalty - before)
 
+    def iterate(
+        self,
+        client: Client,
+        state: Local,
+        penalty: Number,
+        slope: Vector,
+        ready: Round,
+        start: tuple[Vector, Vector, Number],
+    ) -> tuple[Vector, Vector, Number]:
+        """Take the iterations from `ready` on, which may need gradients; return π_i, w_i, ε_i."""
+
+        def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+            return carry[0] < self.local_iterations
+
+        def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            # at most once, so that samples are read only if some client needs them
+            own = client.reading() if isinstance(client, InformedClient) else client
+
+            def one(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
+                dual, _, accuracy = carry
+                accuracy = self.decay * accuracy
+                local = self.minimise(own, state, penalty, dual, accuracy, slope, k)
+                return dual + penalty * (local - client.w), local, accuracy
+
+            done = jnp.asarray(self.local_iterations, jnp.int32)
+            return done, *lax.fori_loop(carry[0], self.local_iterations, one, carry[1:])
+
+        return lax.while_loop(unfinished, rest, (ready, *start))[1:]
+
     def without_gradients(
         self, state: Local, penalty: Number, size: Number
     ) -> tuple[Int[Array, ""], Number, Number]:
@@ -277,10 +330,13 @@ class FedADMM(Participating):
             Their number, and the factors of s in the last of them and after it.
         """
         factor = state.smoothness / (state.smoothness + penalty)
+        released = self.variant == "released"
+        least = factor if released else 2 * factor
+        parameters = state.dual.size if released else 1
 
         def enough(carry: tuple[Any, ...]) -> Bool[Array, ""]:
             k, _, shrunk, accuracy = carry
-            near = (2 * factor * shrunk) ** 2 * size <= self.decay * accuracy
+            near = (least * shrunk) ** 2 * size <= parameters * self.decay * accuracy
             return (k < self.local_iterations) & (near | (self.inner_steps == 1))
 
         def skip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -310,7 +366,11 @@ class FedADMM(Participating):
 
         first = slope + dual
         v = step(w, first)
-        bound = 2 * state.smoothness * jnp.linalg.norm(v - w)
+        if self.variant == "released":
+            bound = state.smoothness * jnp.linalg.norm(v - w)
+            accuracy = accuracy * w.size
+        else:
+            bound = 2 * state.smoothness * jnp.linalg.norm(v - w)
         if self.inner_steps is None:
             most = _steps_needed(jnp.linalg.norm(first), accuracy, state.smoothness, penalty)
         else:
@@ -324,6 +384,9 @@ class FedADMM(Participating):
             v, steps, _ = carry
             slope = client.grad(v, jax.random.fold_in(key, steps))
             residual = state.share * slope + dual + penalty * (v - w)
+            if self.variant == "released":  # with the gradient at v, after the step from v
+                stale = residual * (state.smoothness / curvature)
+                return step(v, residual), steps + 1, jnp.sum(stale**2) <= accuracy
             accepted = jnp.sum(residual**2) <= accuracy
             return jnp.where(accepted, v, step(v, residual)), steps + 1, accepted
 
@@ -366,10 +429,10 @@ def _count(value: object) -> Count:
     return np.asarray(value, np.int32)
 
 
-def _penalty(value: Any) -> Scalar | Numbers:
-    """Convert a number, an array, or the word "theory"."""
+def _penalty(value: Any) -> Scalar | Numbers | str:
+    """Convert a number or an array; keep the word "theory"."""
     if isinstance(value, str) and value == "theory":
-        return 3.0
+        return value
     return _array(value) if np.ndim(value) else scalar("penalty")(value)
 
 

@@ -35,6 +35,7 @@ from fedsolve.fields import (
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import Info, PRNGKey, PyTree, Vector
 
 
@@ -66,6 +67,8 @@ class FedAvg(Averaging):
         step_size: η of the local steps, a number or a schedule; with a `local_optimizer`, the
             server's step (1 is plain averaging).
         local_steps: The local steps of a client in a round.
+        local_epochs: Passes over a client's samples, in shuffled minibatches without replacement,
+            in place of `local_steps`.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.
         uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
@@ -102,5 +105,5 @@ class FedAvg(Averaging):
     # On a client
 
     def improve(self, client: Client, kept: PyTree) -> tuple[PyTree, Packet]:
-        total = self.descend(client, client.grad)
+        total = self.descend(client, client.grad, Follows())
         return self.compress(client, kept, total)

@@ -24,6 +24,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import at
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import ClientState, Info, PRNGKey, Vector
 
 
@@ -34,8 +35,8 @@ class FedAvgAll(FedAvg):
     C(w_i − ŵ_i), where ŵ_i is what the server has of w_i.
 
     Args:
-        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
-            see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
+            compression; see `FedAvg`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -74,6 +75,8 @@ class FedAvgAll(FedAvg):
         return w
 
     def improve(self, client: Client, kept: Vector) -> tuple[Vector, Packet]:
-        here = client.w - at(self.step_size, client.round) * self.descend(client, client.grad)
+        here = client.w - at(self.step_size, client.round) * self.descend(
+            client, client.grad, Follows()
+        )
         packet = self.uplink(here - kept, self.after_steps(client))
         return kept + packet.dense(), packet

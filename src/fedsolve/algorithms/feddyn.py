@@ -28,9 +28,12 @@ from jaxtyping import Array, Float
 from fedsolve.algorithms.fedavg import Averaging
 from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
+from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, at, check_positive, scalar
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
+from fedsolve.problem.problem import Problem
 from fedsolve.types import Info, PRNGKey, Vector
 
 
@@ -45,8 +48,8 @@ class FedDyn(Averaging):
     """Federated averaging with dynamic regularisation: local problems agree at the optimum.
 
     Args:
-        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
-            see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
+            compression; see `FedAvg`.
         regularization: α.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -65,6 +68,13 @@ class FedDyn(Averaging):
 
     def __check_init__(self):
         check_positive("regularization", self.regularization)
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if problem.trains_itself and not (
+            isinstance(self.step_size, float) and self.step_size == 1
+        ):
+            raise InvalidInput("FedDyn over a training loop needs step_size=1.0: its duals do.")
 
     # On the server
 
@@ -98,7 +108,7 @@ class FedDyn(Averaging):
         def direction(v: Vector, key: PRNGKey) -> Vector:
             return client.grad(v, key) - kept.dual + alpha * (v - client.w)
 
-        total = self.descend(client, direction)
+        total = self.descend(client, direction, Follows(-kept.dual, alpha))
         dual = kept.dual + alpha * self.reach(client.round) * total
         residual, packet = self.compress(client, kept.residual, total)
         return Kept(dual, residual), packet

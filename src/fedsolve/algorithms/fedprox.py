@@ -19,6 +19,7 @@ from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.packets import Packet
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import PRNGKey, PyTree, Vector
 
 
@@ -26,8 +27,8 @@ class FedProx(FedAvg):
     """Federated averaging with a proximal term μ/2 ‖v − w‖² in the local problems.
 
     Args:
-        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
-            see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
+            compression; see `FedAvg`.
         proximity: μ; 0 is FedAvg.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -49,5 +50,5 @@ class FedProx(FedAvg):
         def direction(v: Vector, key: PRNGKey) -> Vector:
             return client.grad(v, key) + self.proximity * (v - client.w)
 
-        total = self.descend(client, direction)
+        total = self.descend(client, direction, Follows(proximity=self.proximity))
         return self.compress(client, kept, total)

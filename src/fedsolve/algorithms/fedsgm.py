@@ -53,6 +53,7 @@ from fedsolve.fields import (
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Flag, Info, PRNGKey, PyTree, Vector
 
@@ -82,6 +83,8 @@ class FedSGM(CompressedTraining):
         tolerance: ε, points with g(w) ≤ ε are treated as feasible.
         switching: σ as a function of the violation, `Hard()` or `Soft(beta)`.
         local_steps: E, the local steps of a client in a round.
+        local_epochs: Passes over a client's samples, in shuffled minibatches without replacement,
+            in place of `local_steps`; theorems do not cover them.
         uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
         downlink: The compressor of the server (EF21-P), which must be contractive.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
@@ -230,8 +233,14 @@ class FedSGM(CompressedTraining):
         def direction(w: Vector, key: PRNGKey) -> Vector:
             return self.direction(client, w, sigma, focus, key)
 
-        total = self.descend(client, direction)  # Δ_j
+        total = self.descend(client, direction, self.follows(client, sigma))  # Δ_j
         return self.compress(client, residual, total)  # v_j = C_j(e_j + Δ_j), e_j ← e_j + Δ_j − v_j
+
+    def follows(self, client: Client, sigma: Float[Array, ""]) -> Follows | None:
+        """Return what ν is, where it is one gradient; None where it is a blend of two."""
+        if client.unconstrained:
+            return Follows()
+        return Follows(sigma=sigma) if isinstance(self.switching, Hard) else None
 
     def direction(
         self, client: Client, w: Vector, sigma: Float[Array, ""], focus: PyTree, key: PRNGKey

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+
+import equinox as eqx
+
+from fedsolve.types import Flag, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,102 @@ class Guarantee:
             f"  set      η = {self.step_size:.6g}, ε = {self.tolerance:.6g}{soft}",
             f"  promise  {what} ≤ {self.bound:.6g} and g ≤ {self.constraint_bound:.6g}"
             + (f", with probability {self.probability:g}" if self.probability < 1 else ""),
+            "  unchecked",
+        ]
+        return "\n".join(lines + [f"  - {sentence}" for sentence in self.unchecked])
+
+
+class AfterEpochs(eqx.Module):
+    """A stopping rule: stop when so many epochs have ended; the history has ‖∇f(w)‖² if wanted."""
+
+    count: int = eqx.field(static=True)
+    gradient: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
+        return entry["epochs"] >= self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class PPBCGuarantee:
+    """Step size, θ and the bound of a theorem on PPBC or PPBC+, and the cost of a run.
+
+    Args:
+        theorem: The name of the theorem.
+        step_size: γ.
+        momentum: θ, the largest that the theorem allows.
+        epoch_end: p.
+        bound: A bound on (1/K) Σ E‖∇f(x^{k,0})‖² over the epochs' starts, or, if
+            `strongly_convex`, on E‖x^{K,0} − x*‖².
+        epochs: K, epochs that are not empty.
+        largest: The largest γ that the theorem allows.
+        clients: M.
+        participants: C.
+        cap: α.
+        availability: The least q_m; None for PPBC.
+        strongly_convex: Whether f is strongly convex.
+        strong_convexity: μ; None if f is not.
+        stochastic: Whether gradients may be those of minibatches.
+        unchecked: The assumptions that were not verified.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> found = fs.theory.ppbc(
+        ...     clients=4, participants=1, smoothness=1.0, gap=0.5, epochs=100, cap=1.0
+        ... )
+        >>> found.iterations, found.communications
+        (400.0, 800.0)
+    """
+
+    theorem: str
+    step_size: float
+    momentum: float
+    epoch_end: float
+    bound: float
+    epochs: int
+    largest: float
+    clients: int
+    participants: int
+    cap: float
+    availability: float | None
+    strongly_convex: bool
+    strong_convexity: float | None
+    stochastic: bool
+    unchecked: tuple[str, ...]
+
+    @property
+    def iterations(self) -> float:
+        """The expected iterations (rounds) of K epochs, K/p."""
+        return self.epochs / self.epoch_end
+
+    @property
+    def communications(self) -> float:
+        """The expected messages from clients, K(C/p + M): 2MK for p = C/M."""
+        return self.epochs * (self.participants / self.epoch_end + self.clients)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that almost surely (six standard deviations) hold K epochs."""
+        spread = math.sqrt(self.epochs * (1 - self.epoch_end)) / self.epoch_end
+        return math.ceil(self.iterations + 6 * spread + 20 * (1 / self.epoch_end - 1))
+
+    @property
+    def stop(self) -> AfterEpochs:
+        """The rule that ends a run after K epochs, and records what the theorem is about."""
+        return AfterEpochs(self.epochs, gradient=not self.strongly_convex)
+
+    @property
+    def quantity(self) -> str:
+        """What the bound is about."""
+        return "‖x^{K,0} − x*‖²" if self.strongly_convex else "mean ‖∇f(x^{k,0})‖²"
+
+    def __str__(self) -> str:
+        lines = [
+            self.theorem,
+            f"  set      γ = {self.step_size:.6g}, θ = {self.momentum:.6g}, "
+            f"p = {self.epoch_end:.6g}, α = {self.cap:.6g}",
+            f"  promise  {self.quantity} ≤ {self.bound:.6g} after {self.epochs} epochs",
+            f"  cost     {self.iterations:.6g} iterations and {self.communications:.6g} "
+            "communications expected",
             "  unchecked",
         ]
         return "\n".join(lines + [f"  - {sentence}" for sentence in self.unchecked])

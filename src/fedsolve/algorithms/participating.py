@@ -18,6 +18,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import check_count, check_kind, optional
 from fedsolve.participation.availability import Availability, as_availability
+from fedsolve.participation.picks import Picks, no_picks, noted, picked
 from fedsolve.participation.selection import Everyone, Random, Selection
 from fedsolve.participation.weighting import Methods, Uniform, Up, Weighting, Weights
 from fedsolve.problem.client import Client
@@ -74,6 +75,7 @@ class Memory(NamedTuple):
     weighting: PyTree
     selection: PyTree
     availability: PyTree
+    picks: Picks | None = None  # rounds in which each client was selected; None: not counted
 
 
 def as_weighting(value: object) -> Weighting:
@@ -177,7 +179,13 @@ class Participating(Algorithm):
             self.weighting.init(w, clients),
             self.selecting.init(clients),
             None if self.availability is None else self.availability.init(clients),
+            no_picks(clients) if self.counts_picks else None,
         )
+
+    @property
+    def counts_picks(self) -> bool:
+        """Whether to count how often each client is selected: if some are preferred to others."""
+        return not isinstance(self.weighting, Uniform) and not isinstance(self.selecting, Everyone)
 
     def draw(self, fed: Federation, key: PRNGKey) -> Drawn:
         """Draw the participants of this round; the weighting may ask clients.
@@ -190,16 +198,17 @@ class Participating(Algorithm):
         up, after = self.draw_available(fed, jax.random.fold_in(key, 1))
         weights, wanted = self.weigh(fed, up, key)
         cohort, turn = self.selecting.select(weights, n, memory.selection, key)
-        fed.participation = Memory(wanted, turn, after)
-        noted = self.weighting.info(wanted)
         available: Flag | Flags = True
         if self.availability is not None:
             available = self.answering(fed, cohort, jnp.asarray(up)[cohort], key)
-        if weights is None:
-            return Drawn(cohort, None, available, noted)
-        own = weights[cohort]
-        available = available & (own > 0)  # clients of weight 0 only fill up the cohort
-        return Drawn(cohort, None if self.selecting.counts_equally else own, available, noted)
+        own = None
+        if weights is not None:
+            own = weights[cohort]
+            available = available & (own > 0)  # clients of weight 0 only fill up the cohort
+        picks = picked(memory.picks, cohort, available)
+        fed.participation = Memory(wanted, turn, after, picks)
+        info = self.weighting.info(wanted) | noted(picks, fed.round + 1)
+        return Drawn(cohort, None if self.selecting.counts_equally else own, available, info)
 
     def weigh(self, fed: Federation, up: Up, key: PRNGKey) -> tuple[Weights, PyTree]:
         """Compute the weights of all clients, asking those that are up.

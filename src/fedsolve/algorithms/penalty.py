@@ -28,6 +28,7 @@ from fedsolve.algorithms.fedsgm import FedSGM, Server
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import PRNGKey, PyTree, Vector
 
 
@@ -40,8 +41,8 @@ class PenaltyFedAvg(FedSGM):
         rho: ρ, the weight of the penalty; 0 is FedAvg.
         tolerance: ε, the penalty is on where Ĝ > ε.
         switching: `Hard()` is the subgradient of the penalty, `Soft(beta)` smooths its kink.
-        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
-            see `FedSGM`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
+            compression; see `FedSGM`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -72,6 +73,10 @@ class PenaltyFedAvg(FedSGM):
     def average(self, server: Server) -> None:
         """Return None: no theorem is about an average."""
         return
+
+    def follows(self, client: Client, sigma: Float[Array, ""]) -> Follows | None:
+        """Return None: ν is a sum of two gradients."""
+        return Follows() if client.unconstrained else None
 
     def direction(
         self, client: Client, w: Vector, sigma: Float[Array, ""], focus: PyTree, key: PRNGKey

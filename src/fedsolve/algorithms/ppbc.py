@@ -13,7 +13,8 @@ or, with weights that are part of the problem (`Strategic`), Σ p_m f_m(x): p_m 
 | `momentum` | θ | `"theory"`: γLp²/2, Theorem 3.2 |
 | `epoch_end` | p | iterations of an epoch: H ~ Geom(p), P(H = j) = p(1 − p)^j, j ≥ 0 |
 | `weighting`, `cap` | π, α | weights on {π ≥ 0, Σπ = 1, π_m ≤ α/M} |
-| `select_epoch`, `select_round` | R̂, R̃ | the selected weights are projected onto the capped set |
+| `select_epoch`, `select_round` | R̂, R̃ | zero the weights of those not selected |
+| `counting` | | what the others retain: π_m as in the paper, or see `SelectingTwice` |
 | `availability` | η_m, q_m | with it, this is PPBC+ |
 | `previous` | g^{k−1,H} | the sum of the last epoch's surrogates |
 | `gathered` | Σ_h (1/M) ∇f_m | kept by client m, over this epoch |
@@ -37,7 +38,7 @@ were reached just before, for their surrogates. R̃ of Algorithm 2 is the outage
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -46,6 +47,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from fedsolve.algorithms.common import LocalTraining
+from fedsolve.algorithms.guarantee import PPBCGuarantee
 from fedsolve.algorithms.two_level import SelectingTwice
 from fedsolve.compression.compressors import Identity
 from fedsolve.compression.packets import Packet
@@ -63,8 +65,14 @@ from fedsolve.fields import (
     static,
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
+from fedsolve.participation.weighting import Weighting
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
+from fedsolve.problem.problem import Problem
 from fedsolve.types import Info, PRNGKey, Round, Vector
+
+SELECTING = ("weighting", "select_epoch", "select_round", "round_weighting", "cap", "counting")
+SELECTING += ("availability",)
 
 
 class Theory(eqx.Module):
@@ -113,8 +121,8 @@ class PPBC(LocalTraining, SelectingTwice):
             is safe.
         epoch_end: p, the probability that an epoch ends after a round.
         smoothness: L, for `momentum="theory"`.
-        local_steps: The local steps of a client in a round; with more than one, a client's change
-            replaces its gradient.
+        local_steps, local_epochs: The local steps of a client in a round, or its passes over its
+            samples; with more than one step, a client's change replaces its gradient.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.
         epoch_length: A fixed number of rounds in an epoch, instead of `epoch_end`.
@@ -144,6 +152,8 @@ class PPBC(LocalTraining, SelectingTwice):
     epoch_length: int | None = static(None)
     surrogate: str = static("previous")
     correction: bool = static(True)
+    # The guarantee of a theorem for exactly these numbers; `dataclasses.replace` drops it.
+    guarantee: PPBCGuarantee | None = eqx.field(static=True, init=False, default=None)
 
     def __check_init__(self):
         check_positive("epoch_end", self.epoch_end)
@@ -178,6 +188,85 @@ class PPBC(LocalTraining, SelectingTwice):
                 "vanish with the step size.",
                 stacklevel=2,
             )
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        danger = None if self.availability is None else self.availability.risk(problem.n)
+        if danger is not None:
+            warnings.warn(f"PPBC+ weights gradients by 1/q_m, and {danger}.", stacklevel=2)
+
+    @classmethod
+    def from_theory(
+        cls,
+        problem: Problem,
+        *,
+        epochs: int | None = None,
+        accuracy: float | int | None = None,
+        epoch_end: float | int | None = None,
+        strongly_convex: bool = False,
+        **options: Any,
+    ) -> PPBC:
+        """Take γ, θ and p from the theorem that covers the case.
+
+        The theorem's guarantee is then `guarantee`. Its `rounds` and `stop` are for `fs.solve`;
+        `fs.theory.ppbc_certificate` compares runs with it.
+
+        Args:
+            problem: The problem, without a constraint, on all of R^d.
+            epochs: K. Give this or `accuracy`.
+            accuracy: ε. K is then such that the bound is at most ε².
+            epoch_end: p; by default C/M, as in the corollaries.
+            strongly_convex: Whether f is, for Theorem 3.4 or E.6 instead of 3.2 or E.2.
+            options: Which clients are selected and up (`weighting`, `select_epoch`, `cap`,
+                `availability`, …; see `SelectingTwice`), and constants by their names in
+                `fs.theory.ppbc` (`smoothness`, `delta_1`, `noise`, `gap`, …). Constants that are
+                not given are estimated at `points` points; `guarantee.unchecked` lists them.
+
+        Returns:
+            The algorithm.
+
+        Raises:
+            InvalidInput: If no theorem covers the case.
+
+        Example:
+            >>> import fedsolve as fs
+            >>> import jax.numpy as jnp
+            >>> problem = fs.Problem(
+            ...     objective=lambda w, data: 0.5 * jnp.sum((w - data["target"]) ** 2),
+            ...     clients={"target": jnp.eye(4)},
+            ...     params=jnp.zeros(4),
+            ... )
+            >>> algorithm = fs.PPBC.from_theory(
+            ...     problem, epochs=1000, gap=0.5, select_epoch=fs.participation.Random(2)
+            ... )
+            >>> algorithm.guarantee.theorem, float(algorithm.epoch_end)
+            ('PPBC, Theorem 3.2', 0.5)
+        """
+        from fedsolve.theory.ppbc_runs import ppbc_for  # theory builds on algorithms
+
+        selecting = {name: options.pop(name) for name in SELECTING if name in options}
+        promise = ppbc_for(
+            problem,
+            cls(1.0, **selecting),
+            epochs=epochs,
+            accuracy=accuracy,
+            epoch_end=epoch_end,
+            strongly_convex=strongly_convex,
+            **options,
+        )
+        algorithm = cls(promise.step_size, 0.0, promise.epoch_end, **selecting)
+        object.__setattr__(algorithm, "momentum", promise.momentum)  # the theorem's, so no warning
+        object.__setattr__(algorithm, "guarantee", promise)  # not an argument of `cls`
+        return algorithm
+
+    @property
+    def is_as_published(self) -> bool:
+        """Whether this is Algorithm 1 or 2, for the mean over clients, with gradient steps."""
+        plain = self.correction and self.surrogate == "previous" and self.epoch_length is None
+        steps = self.local_steps == 1 and self.local_optimizer is None
+        steps = steps and self.local_epochs is None
+        equal = type(self.weighting).objective_weights is Weighting.objective_weights
+        return plain and steps and equal and not callable(self.step_size)
 
     @property
     def keeps(self) -> bool:
@@ -231,7 +320,7 @@ class PPBC(LocalTraining, SelectingTwice):
         epoch, sent, done = server.epoch + ends, jnp.where(ends, 0, sent), jnp.where(ends, 0, done)
         now = Server(x, previous, sent, epoch, done)
         info = {"cohort": cohort, "weights": share, "epoch_end": ends, "epochs": epoch}
-        info |= self.weighting.info(fed.participation.weighting)
+        info |= self.weighting.info(fed.participation.weighting) | self.count(fed, cohort, when)
         return now, info | ({} if up is True else {"up": up})
 
     def target(self, fed: Federation, replies: Replies) -> Vector:
@@ -280,7 +369,7 @@ class PPBC(LocalTraining, SelectingTwice):
 
     def pseudo_gradient(self, client: Client) -> Vector:
         """Return ∇f_m(x) or the change of local steps; in PPBC+, divided by q_m."""
-        total = self.descend(client, client.grad)
+        total = self.descend(client, client.grad, Follows())
         if self.availability is None:
             return total
         return total / self.availability.rate(client.index, client.round)

@@ -33,6 +33,7 @@ from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_positive, scalar
 from fedsolve.problem.client import Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import Info, PRNGKey, Vector
 
 
@@ -55,8 +56,8 @@ class SCAFFOLD(Averaging):
     """Federated averaging with control variates, which correct the drift of local steps.
 
     Args:
-        step_size, local_steps, local_optimizer, uplink, downlink: Local training and compression;
-            see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
+            compression; see `FedAvg`.
         server_step_size: η_g, the server's step.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -105,7 +106,7 @@ class SCAFFOLD(Averaging):
         def direction(y: Vector, key: PRNGKey) -> Vector:
             return client.grad(y, key) - kept.control + control
 
-        total, directions = self.take_steps(client, direction)
+        total, directions = self.take_steps(client, direction, Follows(control - kept.control))
         change = directions / self.count_steps(client) - control  # c_i⁺ − c_i
         key, other = jax.random.split(self.after_steps(client))
         residual, packet = with_feedback(self.uplink, kept.residual, total, key)

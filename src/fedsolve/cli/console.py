@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, SupportsFloat
+from typing import Any, NamedTuple, NoReturn, SupportsFloat
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,7 @@ from fedsolve.experiments.tracking import Tracked
 from fedsolve.runtimes.history import History
 from fedsolve.solving.result import Run
 
+Records = Mapping[tuple[str, int], Mapping[str, Any]]  # by variant and seed
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
@@ -44,6 +46,7 @@ class Progress:
             console=err,
             transient=True,
         )
+        self._printed = ""
         self._task = self._bar.add_task(label, total=rounds, facts="compiling")
 
     def __call__(self, done: int, rounds: int, newest: History) -> None:
@@ -59,6 +62,12 @@ class Progress:
     def say(self, done: int | None, facts: str) -> None:
         """Show how many rounds are done (None: as before), and a text."""
         self._bar.update(self._task, completed=done, facts=facts)
+
+    def redirected(self, text: str) -> None:
+        """Print a text that a terminal shows in the bar, if the output goes elsewhere."""
+        if not err.is_terminal and text != self._printed:
+            self._printed = text
+            err.print(text, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -96,33 +105,66 @@ class RunProgress:
         self.stop()
 
 
-def closing_table(runs: Mapping[str, Sequence[Run]]) -> Table:
-    """Return a table of the last values of every run."""
+def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = None) -> Table:
+    """Return a table of the last values of every run.
+
+    `records` has, by variant and seed, the record of a deployed run's sites: where some clients
+    were not heard, a column says over how many of them the values are.
+    """
     all_runs = [(variant, run) for variant, group in runs.items() for run in group]
     constrained = any("constraint" in run.history for _, run in all_runs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     if any(variant for variant, _ in all_runs):
         table.add_column("variant", no_wrap=True)
     timed = any("seconds_total" in run.history for _, run in all_runs)
-    columns = ["seed", "rounds", "f(w)", *(["g(w)", "feasible"] if constrained else [])]
+    parts = [_clients(run, records or {}, variant) for variant, run in all_runs]
+    columns = ["seed", "rounds", *(["clients"] if any(part.text for part in parts) else [])]
+    columns += ["f(w)", *(["g(w)", "feasible"] if constrained else [])]
     columns += ["sent up", "sent down", *(["clock"] if timed else []), "time"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for variant, run in all_runs:
+    for (variant, run), part in zip(all_runs, parts, strict=True):
         history = run.history
         row = [variant] if variant else []
         row += [str(run.seed), str(run.rounds)]
         if not run.evaluated:
             table.add_row(*row, *["–"] * (len(columns) - 3), f"{run.seconds:.2f} s")
             continue
+        row += [part.text or "all"] if "clients" in columns else []
         row.append(f"{history['objective'][-1]:.5g}")
         if constrained:
-            g, tolerance = history["constraint"], float(getattr(run.algorithm, "tolerance", 0.0))
-            row += [f"{g[-1]:.5g}", f"{100 * (g <= tolerance).mean():.0f} %"]
+            within = history["constraint"] <= float(getattr(run.algorithm, "tolerance", 0.0))
+            row += [f"{history['constraint'][-1]:.5g}", _feasible(within, part.everyone)]
         row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
         row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table
+
+
+class _Clients(NamedTuple):
+    """Over which clients a run was evaluated."""
+
+    text: str  # for the last entry; empty if over all
+    everyone: np.ndarray  # which entries are over all clients
+
+
+def _clients(run: Run, records: Records, variant: str) -> _Clients:
+    """Compare how many clients were evaluated with how many there are in a deployed run."""
+    record, counts = records.get((variant, run.seed)), run.history.get("clients_evaluated")
+    if record is None or counts is None:
+        return _Clients("", np.ones(len(run.history.get("round", ())), bool))
+    total = record["clients"]
+    everyone = counts == (-1 if total is None else total)
+    partial = run.evaluated and not everyone[-1]
+    return _Clients(f"{counts[-1]} of {total or 'more'}" if partial else "", everyone)
+
+
+def _feasible(within: np.ndarray, everyone: np.ndarray) -> str:
+    """Return in how many rounds the constraint held, of those in which it was over all clients."""
+    if not everyone[-1]:
+        return "unknown"
+    share = f"{100 * within[everyone].mean():.0f} %"
+    return share if everyone.all() else f"{share} of {everyone.sum()}"
 
 
 def size_text(exact: SupportsFloat) -> str:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import Popen
+from typing import NoReturn
 
 import numpy as np
 
@@ -23,13 +24,18 @@ from fedsolve.flare.admin import Admin
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.jobs import CANCELLED
 from fedsolve.flare.kit_checks import check_certificate, check_connection
+from fedsolve.flare.limits import Limits
 from fedsolve.flare.local_federation import deploy_local
+from fedsolve.flare.participation import gaps
 from fedsolve.flare.processes import keep_running, start_server, start_site, temporary_folder
-from fedsolve.flare.site_config import load_clients, read_owners_file
+from fedsolve.flare.site_config import allowed_names, load_clients, read_owners_file
 from fedsolve.flare.supervisor import (
+    NotReady,
+    Records,
     Runs,
     Tell,
     new_run_name,
+    participations,
     saved_runs,
     supervise,
     wait_for_server,
@@ -39,7 +45,10 @@ from fedsolve.types import Table
 
 # What the server reports of an evaluated round beside the entries of its history.
 LABELS = {"cell", "variant", "seed"}
-NOT_IN_HISTORY = LABELS | {"answered", "milliseconds", "wire_sent", "wire_received"}
+FACTS = {"answered", "missing", "clients", "ended", "milliseconds", "wire_sent", "wire_received"}
+NOT_IN_HISTORY = LABELS | FACTS
+INCOMPLETE = "incomplete"  # the status of runs that ended without some of their sites
+WITHOUT_SITES = 3  # the exit status of a command whose runs ended, or did not begin, for that
 CONNECT_TIMEOUT = 10  # seconds until a command gives up on the server
 NAMES_WIDTH = 50  # characters in the progress line for the names of sites
 
@@ -50,9 +59,12 @@ def local(experiment: Experiment, sites: int, out_dir: str | None, track: Sequen
     The folder of results is the same as from `fedsolve run`.
     """
     folder, tracking = _new_folder(experiment, out_dir, track)
-    with _Progress(experiment, sites, tracking) as tell:
-        runs, status = deploy_local(experiment, sites, tell)
-    return _write(folder, runs, experiment, status, tracking)
+    try:
+        with _Progress(experiment, sites, tracking) as tell:
+            runs, records, status = deploy_local(experiment, sites, tell)
+    except NotReady as error:
+        _give_up(folder, experiment, tracking, error)
+    return _write(folder, runs, records, experiment, status, tracking)
 
 
 def _new_folder(
@@ -78,28 +90,41 @@ def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
     """
     place = _kit(kit, "fed_server.json")
     check_certificate(place)
-    if owners is not None:
-        read_owners_file(Path(owners))
+    own = None if owners is None else Path(owners)
+    if own is not None:
+        allowed_names(read_owners_file(own))
     if admin_kit is not None:
         admin = _kit(admin_kit, "fed_admin.json")
-        threading.Thread(target=_continue_runs, args=(place, admin), daemon=True).start()
-    own = None if owners is None else Path(owners)
+        threading.Thread(target=_continue_runs, args=(place, admin, own), daemon=True).start()
     start = functools.partial(start_server, place, own)
     return _foreground(start, place, "the server is running; stop it with Ctrl-C")
 
 
-def _continue_runs(kit: Path, admin_kit: Path) -> None:
+def _continue_runs(kit: Path, admin_kit: Path, owners: Path | None) -> None:
     """Supervise the runs that were not finished when the server went down."""
+    names = [] if owners is None else allowed_names(read_owners_file(owners))
     for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
         run = kept.parent.name
         if not any((kept.parent / mark).exists() for mark in ("done", CANCELLED)):
             terminal.out.print(f"continuing {run}", markup=False)
-            experiment = resolve(run, json.loads(kept.read_text()))
             try:
-                supervise(Admin(admin_kit), experiment, run, _print_note, _sites(experiment))
-                terminal.out.print(f"{run} is finished", markup=False)
+                experiment = resolve(run, json.loads(kept.read_text()), names)
+                ending = _continued(Admin(admin_kit), experiment, run)
+                terminal.out.print(f"{run} is {ending}", markup=False)
             except InvalidInput as error:
                 terminal.out.print(f"{run}: {error}", markup=False)
+
+
+def _continued(admin: Admin, experiment: Experiment, run: str) -> str:
+    """Supervise a run to its end, and return how it ended."""
+    without: dict[str, str] = {}
+
+    def tell(news: Table) -> None:
+        _print_note(news)
+        without.update(news.get("without", {}))
+
+    supervise(admin, experiment, run, tell, _sites(experiment))
+    return f"finished without {', '.join(without)}" if without else "finished"
 
 
 def site(kit: str, owners: str) -> int:
@@ -108,6 +133,7 @@ def site(kit: str, owners: str) -> int:
     Its data must be readable and the server must accept it.
     """
     load_clients(Path(owners))
+    Limits.of(read_owners_file(Path(owners)))
     place = _kit(kit, "fed_client.json")
     check_certificate(place)
     check_connection(place)
@@ -140,7 +166,9 @@ def submit(
     try:
         with _Progress(experiment, sites, tracking) as tell:
             job = supervise(admin, experiment, run, tell, sites)
-            runs = _fetched(admin, job, experiment)
+            runs, records = _fetched(admin, job, experiment)
+    except NotReady as error:
+        _give_up(folder, experiment, tracking, error)
     except KeyboardInterrupt:
         admin.close()
         tracking.close_table()
@@ -151,17 +179,18 @@ def submit(
             folder.rmdir()
         terminal.fail(f"Stopped following; the job continues. To follow it: --run {run}", 130)
     admin.close()
-    return _write(folder, runs, experiment, "finished", tracking, data_here=False)
+    return _write(folder, runs, records, experiment, "finished", tracking, data_here=False)
 
 
-def _fetched(admin: Admin, job: str, experiment: Experiment) -> Runs:
-    """Return a job's results, once FLARE has stored them."""
+def _fetched(admin: Admin, job: str, experiment: Experiment) -> tuple[Runs, Records]:
+    """Return a job's results and which sites took part, once FLARE has stored them."""
     wait_for_server(lambda: admin.wait_for_end(job), _print_note)
     with temporary_folder() as folder:
         found = next(admin.download(job, folder).rglob("0.safetensors"), None)
         if found is None:
             raise InvalidInput("The job ended without results; see the server's log.")
-        return saved_runs(experiment, found.parent, ".safetensors")
+        place = experiment, found.parent, ".safetensors"
+        return saved_runs(*place), participations(*place)
 
 
 def cancel(run: str, kit: str) -> None:
@@ -209,26 +238,44 @@ def _agreed(sites: str) -> bool:
 def _write(
     folder: Path,
     runs: Runs,
+    records: Records,
     experiment: Experiment,
     status: str,
     tracking: Tracking,
     data_here: bool = True,
 ) -> int:
     """Write the results, print the closing table and return the exit status."""
+    lines = list(dict.fromkeys(line for each in records.values() for line in gaps(each["sites"])))
+    absent = sorted({site for each in records.values() for site in each["missing"]})
+    message = "\n".join(lines)
     for number, (variant, seed) in enumerate(experiment.runs):
         for run in runs[variant]:
             if run.seed == seed:
                 tracking.end(number, status, run.history)
     tracking.close_table()
-    save(folder, runs, experiment.resolved, status, data_here=data_here)
+    kept = INCOMPLETE if absent and status == "finished" else status
+    config = experiment.resolved
+    save(folder, runs, config, kept, message, data_here=data_here, participation=records)
     if any(runs.values()):
-        terminal.out.print(terminal.closing_table(runs))
+        terminal.out.print(terminal.closing_table(runs, records))
+    for line in lines:
+        terminal.out.print(line, markup=False, soft_wrap=True)
     terminal.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)
     for missed in tracking.close(impatient=lambda: False):
         terminal.tell(f"{missed} Everything is in {folder}.")
     if status == "interrupted":
         terminal.fail("Stopped by the user.", 130)
+    if absent:
+        terminal.fail(f"Finished without {', '.join(absent)}.", WITHOUT_SITES)
     return 0
+
+
+def _give_up(folder: Path, experiment: Experiment, tracking: Tracking, error: NotReady) -> NoReturn:
+    """Write why a run ended without a result, and exit."""
+    tracking.close_table()
+    tracking.close(impatient=lambda: False)
+    save(folder, {}, experiment.resolved, INCOMPLETE, str(error))
+    terminal.fail(str(error), WITHOUT_SITES)
 
 
 class _Progress:
@@ -255,11 +302,18 @@ class _Progress:
 
     def _show(self, news: Table) -> None:
         if "note" in news:
-            self._bar.say(None, str(news["note"]))
+            if news.get("warning"):
+                terminal.tell(str(news["note"]))
+            else:
+                self._bar.say(None, str(news["note"]))
+                self._bar.redirected(str(news["note"]))
         elif "round" in news:
             facts = [f"f {news['objective']:.4g}"]
             facts += [f"g {news['constraint']:.4g}"] if "constraint" in news else []
+            if news["clients_evaluated"] != news["clients"]:
+                facts += [f"over {news['clients_evaluated']} of {news['clients'] or '?'} clients"]
             facts += [_answered(news["answered"])]
+            facts += [f"without {', '.join(news['missing'])}"] if news["missing"] else []
             facts += [terminal.size_text(news["bytes_up_total"] + news["bytes_down_total"])]
             facts += [f"{news['milliseconds']:.0f} ms an exchange"]
             self._bar.say(self._each * news["cell"] + news["round"], "  ".join(facts))
@@ -281,6 +335,8 @@ def _answered(sites: list[str]) -> str:
 def _print_note(news: Table) -> None:
     if "note" in news:
         terminal.out.print(news["note"], markup=False)
+    for site, why in news.get("without", {}).items():
+        terminal.tell(f"Without {site}: {why}")
 
 
 def _sites(experiment: Experiment) -> int:

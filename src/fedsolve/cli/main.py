@@ -21,7 +21,7 @@ from fedsolve import experiments
 from fedsolve.cli.console import RunProgress, catalogue_table, closing_table, err, fail, out, tell
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments import Experiment, Result, registry
-from fedsolve.experiments.config import load
+from fedsolve.experiments.config import load, shown
 from fedsolve.fields import check_count
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.solving.checkpoint import how_often
@@ -39,6 +39,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 Name = Annotated[str, typer.Argument(help="An experiment (see `fedsolve list`) or a TOML file.")]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE:NAME",
+        help="Import this problem, algorithm or part of another package, whose code you trust.",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key: algorithm.step_size=0.3"),
@@ -91,10 +98,13 @@ def list_all() -> None:
 
 @app.command()
 def show(name: Name, set: Set = None) -> None:
-    """Show the whole configuration of an experiment, with all defaults."""
+    """Show the whole configuration of an experiment, with all defaults.
+
+    Nothing is built, and no other package is imported.
+    """
     import tomli_w
 
-    out.print(tomli_w.dumps(load(name, set).resolved), end="", markup=False, soft_wrap=True)
+    out.print(tomli_w.dumps(shown(name, set)), end="", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -125,6 +135,7 @@ def run(
             help="Send the history to a tracker; a resumed run continues there.",
         ),
     ] = None,
+    allow: Allow = None,
 ) -> None:
     """Run an experiment and write its folder, or resume one that was stopped."""
     if resume is None:
@@ -142,10 +153,16 @@ def run(
                 resume=resume,
                 checkpoint_every=_interval(checkpoint_every),
                 track=track or [],
+                allow=allow or [],
                 progress=progress,
                 interrupted=stopped,
             )
-        _conclude(result, stopped)
+        own = [name for text in track or [] if ":" in (name := text.partition("=")[0])]
+        again = f"fedsolve run --resume {shlex.quote(str(result.folder))}"
+        again += "".join(
+            f" --allow {shlex.quote(n)}" for n in dict.fromkeys([*(allow or []), *own])
+        )
+        _conclude(result, stopped, again)
 
 
 @contextlib.contextmanager
@@ -165,15 +182,11 @@ def _interval(text: str | None) -> int | str | None:
     return every
 
 
-def _conclude(result: Result, stopped: Flag, again: str | None = None) -> None:
-    """Print what an experiment left, and exit unless it finished.
-
-    `again` is the command that resumes it, by default `fedsolve run --resume`.
-    """
+def _conclude(result: Result, stopped: Flag, command: str) -> None:
+    """Print what an experiment left, and exit unless it finished; the command resumes it."""
     out.print(closing_table(result.runs))
     if not result.unsaved:
         out.print(f"Written to {result.folder}{os.sep}", markup=False, soft_wrap=True)
-    command = again or f"fedsolve run --resume {shlex.quote(str(result.folder))}"
     for missed in result.untracked:
         tell(f"{missed} It is all in {result.folder}; to send it: {command}")
     if result.status == "interrupted" or result.unsaved:
@@ -287,6 +300,7 @@ def deploy(
         typer.Option(metavar="mlflow[=ADDRESS]", help="Send the history to a tracker."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Stop without asking.")] = False,
+    allow: Allow = None,
 ) -> None:
     """Run an experiment as a real federation over NVIDIA FLARE."""
     try:
@@ -305,7 +319,7 @@ def deploy(
             name = _needed(target, "an experiment") if submitted else what
             words = "--local N, or one of init, server, site, submit, status, cancel, stop"
             sites = None if submitted else _needed(local, words)
-            experiment = load(name, set, rounds, seed)
+            experiment = load(name, set, rounds, seed, allow or [])
             status = _deployed(experiment, sites, kit, run_name, out_dir, track or [])
     except InvalidInput as error:
         status = 2

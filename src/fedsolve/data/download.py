@@ -19,9 +19,13 @@ from fedsolve.data.readers import Arrays
 from fedsolve.data.sources import File, Source
 from fedsolve.errors import InvalidInput
 
+OFFLINE = "FEDSOLVE_OFFLINE"  # environment variable: whether nothing is to be downloaded
+
 
 def fetch(name: str, source: Source, path: Path) -> None:
     """Download, check and convert a data set to the file `path`, which is complete or absent."""
+    if os.environ.get(OFFLINE):
+        raise InvalidInput(f"{name} is not on this machine, and jobs download nothing.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=".download-", dir=path.parent)

@@ -14,11 +14,11 @@ import tomli_w
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.allowed import Allowed, allowed_here
 from fedsolve.experiments.registry import (
     ALGORITHMS,
     PROBLEMS,
     RULES,
-    Allowed,
     build,
     check_known,
     described,
@@ -33,7 +33,7 @@ Settings = Mapping[str, object] | Iterable[str] | None  # by dotted key, or `key
 SEED_KEYS = ("seed", "seeds", "instances")
 HOW_KEYS = ("evaluate_every", "precision", "clients_at_once", "stop", "devices")
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
-DEPLOY_KEYS = ("deadline", "quorum", "sites")
+DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience")
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
@@ -76,7 +76,7 @@ class Experiment:
         resolved: The configuration with all defaults filled in.
         instances: The problem's table of each variant if every seed is another instance of the
             problem (`run.instances`), else None.
-        allowed: The `module:name`s that may be imported; None allows any.
+        allowed: What the configuration may import.
 
     Example:
         >>> import fedsolve as fs
@@ -95,7 +95,7 @@ class Experiment:
     deploy: Table
     resolved: Table
     instances: dict[str, Table] | None = None
-    allowed: Allowed = None
+    allowed: Allowed = dataclasses.field(default_factory=Allowed)
 
     def cell(self, variant: str, seed: int) -> tuple[Problem, Algorithm]:
         """Return the problem and the algorithm of one run.
@@ -178,22 +178,24 @@ def override(config: Table, assignment: str) -> Table:
     return with_key(config, key.strip(), value)
 
 
-def resolve(name: str, config: Table, allowed: Allowed = None) -> Experiment:
+def resolve(name: str, config: Table, allowed: object = ()) -> Experiment:
     """Build what a configuration describes.
 
-    A problem, algorithm or part of another installed package is named as `module:name`.
+    A problem, algorithm or part of another installed package is named as `module:name`. Its module
+    is imported only if that name is allowed.
 
     Args:
         name: The experiment's name, which becomes that of its folder.
         config: The configuration, such as `read` returns.
-        allowed: The `module:name`s that may be imported; None allows any. Where it is given, the
-            configuration is taken to come from another machine, and may not name a file.
+        allowed: The `module:name`s that may be imported, beside those that the user's settings
+            allow (`allow` in `~/.config/fedsolve/config.toml`).
 
     Returns:
         The experiment, ready to run.
 
     Raises:
-        InvalidInput: If a key is unknown or missing, or a value cannot be used.
+        InvalidInput: If a key is unknown or missing, a value cannot be used, or a name is not
+            allowed.
 
     Example:
         >>> import fedsolve as fs
@@ -202,6 +204,37 @@ def resolve(name: str, config: Table, allowed: Allowed = None) -> Experiment:
         >>> fs.experiments.resolve("mine", config).runs
         [('', 0), ('', 1)]
     """
+    permitted = allowed if isinstance(allowed, Allowed) else allowed_here(allowed)
+    cells, resolved, run, seeds = _described(config, permitted)
+    options = {key: value for key, value in run.items() if key not in SEED_KEYS}
+    if "stop" in run:
+        options["stop"], _ = build(_table(run, "stop", "run."), RULES, "run.stop", permitted)
+    instances = bool(run.get("instances", False))
+    problems = {v: cell.make() for v, cell in cells.items()} if not instances else {}
+    return Experiment(
+        name=name,
+        cells=Cells(
+            {variant: cell.make for variant, cell in cells.items()},
+            problems,
+            {variant: cell.make_algorithm() for variant, cell in cells.items()},
+        ),
+        clocks={variant: cell.make_clock() for variant, cell in cells.items()},
+        seeds=seeds,
+        options=options,
+        deploy=resolved.get("deploy", {}),
+        resolved=resolved,
+        instances={v: cell.table for v, cell in cells.items()} if instances else None,
+        allowed=permitted,
+    )
+
+
+def shown(experiment: str | Path, settings: Settings = None) -> Table:
+    """Return a configuration with all defaults; nothing is built, and no other package imported."""
+    return _described(_changed_by(read(experiment), settings), Allowed(builds=False))[1]
+
+
+def _described(config: Table, allowed: Allowed) -> tuple[dict[str, _Cell], Table, Table, list[int]]:
+    """Return what describes each variant, the configuration with all defaults, [run], the seeds."""
     for key in config:
         check_known(key, SECTIONS, "key", "")
     run, seeds = _run_table(config)
@@ -217,29 +250,12 @@ def resolve(name: str, config: Table, allowed: Allowed = None) -> Experiment:
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
-    options = {key: value for key, value in run.items() if key not in SEED_KEYS}
     if "stop" in run:
-        options["stop"], resolved["run"]["stop"] = build(
-            _table(run, "stop", "run."), RULES, "run.stop", allowed
-        )
+        rule = described(_table(run, "stop", "run."), RULES, "run.stop", allowed)
+        resolved["run"]["stop"] = rule[1]
     if deploy := _deploy_table(config):
         resolved["deploy"] = deploy
-    instances = builder.seed is not None
-    return Experiment(
-        name=name,
-        cells=Cells(
-            {variant: cell.make for variant, cell in cells.items()},
-            {v: cell.problem for v, cell in cells.items() if cell.problem is not None},
-            {variant: cell.algorithm for variant, cell in cells.items()},
-        ),
-        clocks={variant: cell.clock for variant, cell in cells.items()},
-        seeds=seeds,
-        options=options,
-        deploy=deploy,
-        resolved=resolved,
-        instances={v: cell.table for v, cell in cells.items()} if instances else None,
-        allowed=allowed,
-    )
+    return cells, resolved, run, seeds
 
 
 def load(
@@ -247,6 +263,7 @@ def load(
     settings: Settings = None,
     rounds: int | None = None,
     seed: int | None = None,
+    allow: object = (),
 ) -> Experiment:
     """Return an experiment, by name or file, with some settings changed; see `runner.run`."""
     if isinstance(experiment, Experiment):
@@ -254,9 +271,20 @@ def load(
         if not settings and rounds is None and seed is None:
             return experiment
     elif isinstance(experiment, str | Path):
-        name, table, allowed = Path(experiment).stem, read(experiment), None
+        name, table, allowed = Path(experiment).stem, read(experiment), allowed_here(allow)
     else:
         raise InvalidInput(f"An experiment is a name, a file or an Experiment, got {experiment!r}.")
+    table = _changed_by(table, settings)
+    if rounds is not None:
+        table = with_key(table, "run.rounds", rounds)
+    if seed is not None:
+        table = with_key(table, "run.seed", seed)
+        table["run"].pop("seeds", None)
+    return resolve(name, table, allowed)
+
+
+def _changed_by(table: Table, settings: Settings) -> Table:
+    """Return a configuration with settings changed."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             _check_setting(key, value)
@@ -264,12 +292,7 @@ def load(
     else:
         for assignment in settings or ():
             table = override(table, assignment)
-    if rounds is not None:
-        table = with_key(table, "run.rounds", rounds)
-    if seed is not None:
-        table = with_key(table, "run.seed", seed)
-        table["run"].pop("seeds", None)
-    return resolve(name, table, allowed)
+    return table
 
 
 def _check_setting(key: str, value: object) -> None:
@@ -310,18 +333,17 @@ def _changed(config: Table, variant: str, changes: object) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class _Cell:
-    """What was built for a variant."""
+    """What describes a variant."""
 
     make: Callable[[], Problem]
-    problem: Problem | None  # None if it is built when it is needed
-    algorithm: Algorithm
-    clock: Clock | None
+    make_algorithm: Callable[[], Algorithm]
+    make_clock: Callable[[], Clock | None]
     table: Table  # the problem's, as it stands in the configuration
     shown: Table  # all tables, with defaults
 
 
 class _Builder:
-    """Builds the parts of every variant; variants with equal problem tables share the problem."""
+    """Describes the parts of variants; those with equal problem tables share the problem."""
 
     def __init__(self, rounds: int, seed: int | None, allowed: Allowed):
         self.seed = seed  # the problem's, if every seed is another instance of it
@@ -333,14 +355,14 @@ class _Builder:
         if self.seed is not None:
             table = table | {"seed": self.seed}
         make, shown_problem = self._problem(table)
-        problem = make() if self.seed is None else None
-        algorithm, shown_algorithm = self._algorithm(_table(config, "algorithm", ""), make)
+        make_algorithm, shown_algorithm = self._algorithm(_table(config, "algorithm", ""), make)
         shown = {"problem": shown_problem, "algorithm": shown_algorithm}
-        clock = None
+        make_clock = _no_clock
         if "clock" in config:
-            described = {"kind": "Clock"} | _table(config, "clock", "")
-            clock, shown["clock"] = build(described, {"Clock": Clock}, "clock", self._allowed)
-        return _Cell(make, problem, algorithm, clock, table, shown)
+            clock = {"kind": "Clock"} | _table(config, "clock", "")
+            parts = described(clock, {"Clock": Clock}, "clock", self._allowed)
+            make_clock, shown["clock"] = parts
+        return _Cell(make, make_algorithm, make_clock, table, shown)
 
     def _problem(self, table: Table) -> tuple[Callable[[], Problem], Table]:
         if (known := repr(table)) not in self._known:
@@ -349,15 +371,23 @@ class _Builder:
             self._known[known] = functools.cache(make) if self.seed is None else make, shown
         return self._known[known]
 
-    def _algorithm(self, table: Table, make: Callable[[], Problem]) -> tuple[Algorithm, Table]:
-        around: Table = {}
-        if table.get("kind") == "FedSGM.from_theory":
-            if self.seed is not None:
-                raise InvalidInput(
-                    "FedSGM.from_theory is for one problem; leave out run.instances."
-                )
-            around = {"problem": make(), "rounds": self._rounds}
-        return build(table, ALGORITHMS, "algorithm", self._allowed, around)
+    def _algorithm(
+        self, table: Table, make: Callable[[], Problem]
+    ) -> tuple[Callable[[], Algorithm], Table]:
+        if table.get("kind") != "FedSGM.from_theory":
+            return described(table, ALGORITHMS, "algorithm", self._allowed)
+        if self.seed is not None:
+            raise InvalidInput("FedSGM.from_theory is for one problem; leave out run.instances.")
+
+        def around(problem: Problem | None) -> tuple[Callable[[], Algorithm], Table]:
+            known = {"problem": problem, "rounds": self._rounds}
+            return described(table, ALGORITHMS, "algorithm", self._allowed, known)
+
+        return lambda: around(make())[0](), around(None)[1]
+
+
+def _no_clock() -> None:
+    """Return no clock."""
 
 
 def _deploy_table(config: Table) -> Table:
@@ -374,7 +404,7 @@ def _check_deploy(key: str, value: object) -> None:
         check_count(name, value)
         return
     number = scalar(name)(value)
-    check_positive(name, number, zero=key == "quorum")
+    check_positive(name, number, zero=key in ("quorum", "patience"))
     if key == "quorum" and number > 1:
         raise InvalidInput(f"{name} is a part of the clients asked, at most 1, got {value}.")
 

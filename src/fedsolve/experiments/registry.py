@@ -15,22 +15,22 @@ import difflib
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from fedsolve import algorithms, compression, local_updates, participation, problems
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.allowed import Allowed
 from fedsolve.federation.clock import LogNormal, Mixture
 from fedsolve.fields import check_kind
 from fedsolve.problem.problem import Problem
-from fedsolve.solving.stopping import NearOptimum, Reached, Stationary, StationaryForSize
+from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.types import Table
 
 T = TypeVar("T")
 Registry = Mapping[str, Callable[..., T]]
-Allowed = Collection[str] | None  # the `module:name`s that may be imported; None: any
 
 
 def _by_name(*parts: Callable[..., object]) -> dict[str, Callable[..., object]]:
@@ -61,7 +61,7 @@ PARTICIPATION = _subclasses(
     participation, participation.Weighting, participation.Selection, participation.Availability
 )
 DISTRIBUTIONS = _by_name(LogNormal, Mixture)
-RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum)
+RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum, Spent)
 PARTS: dict[str, Callable[..., object]] = {
     **COMPRESSORS,
     **PARTICIPATION,
@@ -76,7 +76,7 @@ def build(
     table: Table,
     registry: Registry[T],
     where: str,
-    allowed: Allowed = (),
+    allowed: Allowed,
     around: Table | None = None,
 ) -> tuple[T, Table]:
     """Return the object that a table describes, and the table with all defaults filled in."""
@@ -96,6 +96,8 @@ def described(
     `around` has arguments that come from the rest of the configuration: they are passed on, and do
     not appear in the table.
     """
+    if not allowed.builds and ":" in str(table.get("kind")):
+        return _not_built, table
     kind, make = _kind(table, registry, where, allowed)
     around = around or {}
     accepted = inspect.signature(make).parameters
@@ -129,6 +131,11 @@ def described(
     return built, {key: value for key, value in shown.items() if value is not None}
 
 
+def _not_built() -> NoReturn:
+    """Stand for what a configuration describes, where nothing is imported."""
+    raise AssertionError("nothing is built from a configuration that is only shown")
+
+
 def _kind(
     table: Table, registry: Registry[T], where: str, allowed: Allowed
 ) -> tuple[str, Callable[..., T]]:
@@ -146,13 +153,16 @@ def _kind(
 
 def _value(value: object, hint: object, where: str, allowed: Allowed) -> tuple[object, object]:
     """Return a field's value, built where a table or a name describes it, and how to write it."""
-    if isinstance(value, str) and allowed is not None and _accepts_files(hint):
+    if isinstance(value, str) and not allowed.files and _accepts_files(hint):
         raise InvalidInput(f"{where} would be a path on this machine, which only its owner names.")
     shown = value
     names_part = isinstance(value, str) and _accepts_parts(hint)
     if names_part or (isinstance(value, dict) and not _accepts_tables(hint)):
         part = value if isinstance(value, dict) else {"kind": value}
-        value, shown = build(part, PARTS, where, allowed)
+        make, shown = described(part, PARTS, where, allowed)
+        if not allowed.builds:
+            return None, shown
+        value = make()
     if inspect.isclass(hint) and issubclass(hint, compression.Compressor | algorithms.Switching):
         check_kind(where, value, hint)
     return value, shown
@@ -160,8 +170,7 @@ def _value(value: object, hint: object, where: str, allowed: Allowed) -> tuple[o
 
 def _imported(kind: str, allowed: Allowed, where: str) -> Callable:
     """Import a problem or algorithm of another package, named as `module:name`."""
-    if allowed is not None and kind not in allowed:
-        raise InvalidInput(f"{where}.kind: {kind!r} is not on this machine's allow-list.")
+    allowed.check(kind, f"{where}.kind")
     module, _, name = kind.partition(":")
     try:
         make = getattr(importlib.import_module(module), name)

@@ -62,6 +62,7 @@ def _groups(folder: Path, several: bool) -> list[Table]:
             "certificates": [],
             "seeds": [],
             "clients": [],
+            "sites": [],
         }
         for seed, entries in rows.groupby("seed", sort=False):
             columns = numbers.loc[entries.index]
@@ -69,6 +70,9 @@ def _groups(folder: Path, several: bool) -> list[Table]:
             group["seeds"].append({"seed": int(str(seed)), "history": history})
             prefix = f"{variant}/seed-{seed}/".lstrip("/")
             run = prefix.removesuffix("/")
+            if (record := facts.get("participation", {}).get(run)) is not None:
+                group["seeds"][-1]["total"] = record["clients"]
+                group["sites"].append(_sites(int(str(seed)), record, history["round"][-1]))
             if (there := facts.get("tolerances", {}).get(run)) is not None:  # a theorem may set it
                 group["tolerance"] = float(there)
             if said := facts.get("certificates", {}).get(run):
@@ -84,13 +88,32 @@ def _groups(folder: Path, several: bool) -> list[Table]:
     return groups
 
 
+def _sites(seed: int, record: Table, rounds: object) -> Table:
+    """Return what is shown of a deployed run's sites: the rounds that each of them missed."""
+    missing = record["missing"]
+    return {
+        "seed": seed,
+        "rounds": rounds,
+        "rows": [
+            {
+                "name": name,
+                "clients": site["clients"],
+                "counts": [site[key] for key in ("asked", "answered", "refused", "absent")],
+                "missed": [[gap["from"], gap["to"], gap["why"]] for gap in site["missed"]],
+                "without": missing.get(name, ""),
+            }
+            for name, site in sorted(record["sites"].items())
+        ],
+    }
+
+
 def _of_clients(name: str, values: np.ndarray, others: dict[str, np.ndarray]) -> bool:
     """Return whether a column has an entry for each client, and is worth a chart.
 
     Columns with an entry for each member of a drawn cohort have not. The cohorts themselves are
     shown unless every client takes part in every round.
     """
-    if values.ndim != 2:
+    if values.ndim != 2 or name == "picks":  # "cohort" shows these
         return False
     cohort = others.get("cohort")
     if cohort is None:

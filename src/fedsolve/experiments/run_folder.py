@@ -1,4 +1,4 @@
-"""The folder of an experiment: configuration, versions, history, parameters, pictures."""
+"""The folder of an experiment: configuration, versions, history, parameters, pictures, a card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as as_safetensors
 
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.model_card import kind_of_model, model_card
 from fedsolve.plots import effort, has_numbers, plot, tradeoff
+from fedsolve.problem.layout import name_of
 from fedsolve.solving.result import Run, tidy
 from fedsolve.storage.atomic import open_locked, write_atomically
 from fedsolve.types import Table
@@ -79,10 +81,12 @@ def save(
     status: str,
     message: str = "",
     data_here: bool = True,
+    participation: Mapping[tuple[str, int], Table] | None = None,
 ) -> None:
     """Write configuration, history, parameters, pictures and facts of these runs.
 
     Certificates need the clients' data: they are left out if `data_here` is false.
+    `participation` has, by variant and seed, the record of a deployed run's sites.
     """
     write_atomically(path / "config.toml", tomli_w.dumps(config).encode())
     facts: Table = {
@@ -92,6 +96,10 @@ def save(
         "seconds": {_name(v, run): round(run.seconds, 3) for v, all in runs.items() for run in all},
         **_facts(),
     }
+    if participation:
+        facts["participation"] = {
+            f"{v}/seed-{s}".lstrip("/"): x for (v, s), x in participation.items()
+        }
     labelled = [(v, run) for v, all in runs.items() for run in all if run.evaluated]
     said = {_name(v, run): _certificates(run, data_here) for v, run in labelled}
     facts["certificates"] = {name: "\n".join(texts) for name, texts in said.items() if texts}
@@ -99,6 +107,10 @@ def save(
     facts["tolerances"] = {name: float(t) for name, t in tolerances.items() if t is not None}
     if labelled:
         _save_results(path, runs, labelled, "stop" in config["run"])
+        _save_models(path, labelled)
+        title = str(config.get("title") or path.resolve().name)
+        card = model_card(_evaluated(runs), title, facts, data_here)
+        write_atomically(path / "model_card.md", card.encode())
     write_atomically(path / "run.json", _json(facts))  # last: then all is there
 
 
@@ -118,9 +130,7 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
-    # If the experiment was stopped, some variants have no evaluation yet.
-    there = {v: [run for run in all if run.evaluated] for v, all in runs.items()}
-    groups = {v: all for v, all in there.items() if all}
+    groups = _evaluated(runs)
     plot(groups, path / "plot.png")
     if all("seconds_total" in run.history for _, run in labelled):
         plot(groups, path / "time.png", against="seconds_total")
@@ -128,6 +138,30 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
         effort(groups, path / "rounds.png")
     if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
+
+
+def _save_models(path: Path, labelled: list[tuple[str, Run]]) -> None:
+    """Write the models of PyTorch and Equinox in files of their own, by the names they have there.
+
+    Those of a PyTorch module are the names of its `state_dict`.
+    """
+    for variant, run in labelled:
+        if kind_of_model(run.problem):
+            file = path / "models" / f"{_name(variant, run)}.safetensors"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            named = [
+                (name_of(place), np.ascontiguousarray(leaf))
+                for tree in (run.params, None if run.problem.keeps_state else run.buffers)
+                for place, leaf in jax.tree.leaves_with_path(tree)
+                if isinstance(leaf, np.ndarray | jax.Array)
+            ]
+            write_atomically(file, as_safetensors(dict(named)))
+
+
+def _evaluated(runs: Runs) -> Runs:
+    """Return the runs that have an evaluation: if the experiment was stopped, some have none."""
+    there = {v: [run for run in all if run.evaluated] for v, all in runs.items()}
+    return {v: all for v, all in there.items() if all}
 
 
 @dataclasses.dataclass(frozen=True)

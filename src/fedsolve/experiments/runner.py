@@ -64,6 +64,7 @@ def run(
     resume: str | Path | None = None,
     checkpoint_every: int | str | None = None,
     track: Sequence[str] = (),
+    allow: Sequence[str] = (),
     progress: Progress | None = None,
     interrupted: Callable[[], bool] | None = None,
 ) -> Result:
@@ -86,6 +87,8 @@ def run(
             minute.
         track: Trackers that get the history, such as `"mlflow"`, `"mlflow=http://host:5000"` or
             `"module:Class=address"`. A resumed run continues with the same ones.
+        allow: Names such as `"module:name"` that the configuration may import, beside those that
+            the user's settings allow; a folder to resume may name trackers, which count as well.
         progress: Called as `progress(run, rounds done, rounds, newest)` when a run begins and about
             twice a second; `run` is an `fs.Tracked`, `newest` the newest entries of the history.
         interrupted: Asked about twice a second; True interrupts the run. By default Ctrl-C does.
@@ -111,13 +114,13 @@ def run(
     if resume is None:
         if experiment is None:
             raise InvalidInput("Name an experiment to run, or a folder to resume.")
-        ready = load(experiment, settings, rounds, seed)
+        ready = load(experiment, settings, rounds, seed, allow)
     elif any(given is not None for given in (experiment, seed, settings, out)):
         raise InvalidInput("With resume only the number of rounds may change.")
     elif not Path(resume, "config.toml").is_file():
         raise InvalidInput(f"{resume} is not the folder of a run: it has no config.toml.")
     else:
-        ready = load(Path(resume, "config.toml"), rounds=rounds)
+        ready = load(Path(resume, "config.toml"), rounds=rounds, allow=allow)
         ready = dataclasses.replace(ready, name=Path(resume).resolve().name)
     return execute(
         ready,

@@ -345,6 +345,9 @@ class Tracking:
     ):
         kept: types.Table = {"key": key or uuid.uuid4().hex, "experiment": experiment.name}
         kept |= {"trackers": []} | _read(folder)
+        for text in kept["trackers"]:  # a folder from elsewhere must not import anything
+            if (name := text.partition("=")[0]) not in KNOWN and text not in named:
+                experiment.allowed.check(name, f"{folder / 'tracking.json'}")
         trackers = dict(made(text) for text in [*kept["trackers"], *named])
         if trackers:
             facts = json.dumps(kept | {"trackers": list(trackers)}, indent=2)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fedsolve.federation.known import InformedClient, Known
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.types import Message, PRNGKey, PyTree, Reply, Vector
@@ -58,14 +59,19 @@ class Exchange:
         return self.method.__name__
 
     def answer(
-        self, index: Int[Array, ""], samples: Samples, state: PyTree
+        self,
+        index: Int[Array, ""],
+        samples: Samples | Callable[[], Samples],
+        state: PyTree,
+        known: Known | None = None,
     ) -> tuple[PyTree, Reply]:
         """Compute one client's answer.
 
         Args:
             index: The client's index among all clients.
-            samples: Its samples.
+            samples: Its samples; with `known`, a function that returns them.
             state: Its state for the algorithm, and its memory for the problem.
+            known: Its gradient at w, if the evaluation has computed it.
 
         Returns:
             Its next state and memory, and its reply.
@@ -75,7 +81,11 @@ class Exchange:
         own, problem = jax.random.fold_in(key, index), self.problem
         if isinstance(message, WithState):
             problem, message = problem.with_state(message.state), message.content
-        client = problem.client(samples, self.w, self.round, index, own, memory)
+        place = self.w, self.round, index, own, memory
+        if known is None:
+            client = problem.client(samples, *place)
+        else:
+            client = InformedClient(problem, samples, *place, known)
         if isinstance(message, Restricted):
             to_draw = jax.random.fold_in(jax.random.fold_in(self.key, SUBSETS), index)
             client = client.restricted(jnp.ceil(message.contributions[index]), to_draw)

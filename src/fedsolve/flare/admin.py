@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import time
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from nvflare.fuel.flare_api.api_spec import TargetType
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from fedsolve.errors import InvalidInput
-from fedsolve.flare.jobs import TOPIC
-from fedsolve.flare.processes import ENVIRONMENT, HEARTBEAT
+from fedsolve.flare.jobs import TOPIC, WITHOUT
+from fedsolve.flare.processes import ENVIRONMENT, HEARTBEAT, temporary_folder
 from fedsolve.flare.provisioning import ADMIN
 from fedsolve.types import Table
 
@@ -168,14 +169,27 @@ class Admin:
     def overview(self) -> list[str]:
         """Return a line for each site and job, with the newest round of jobs that run."""
         lines = [f"site {name}" for name in sorted(self.sites())]
-        for job in self._do(lambda session: session.list_jobs()):
+        jobs = self._do(lambda session: session.list_jobs())
+        by_time = sorted(jobs, key=lambda job: str(job.get("submit_time", "")))
+        newest = {job["job_name"]: job["job_id"] for job in by_time}.values()
+        for job in jobs:
             lines.append(f"job {job['job_name']}: {job['status']}")
             if job["status"] == "RUNNING" and (last := self.last_round(job["job_id"])) is not None:
                 answered = ", ".join(last["answered"])
                 lines[-1] += (
                     f", round {last['round']}, f {last['objective']:.4g}, answered by {answered}"
                 )
+                lines[-1] += "".join(f"; without {s} ({why})" for s, why in last["missing"].items())
+            elif "FINISHED" in job["status"] and job["job_id"] in newest:
+                absent = ", ".join(self.missing(job["job_id"]))
+                lines[-1] += f", finished without {absent}" if absent else ""
         return lines
+
+    def missing(self, job: str) -> dict[str, str]:
+        """Return the sites that were missing at the end of the run that a job ended, and why."""
+        with temporary_folder() as folder:
+            found = next(self.download(job, folder).rglob(WITHOUT), None)
+            return {} if found is None else json.loads(found.read_text())
 
     def shut_down(self) -> None:
         """Abort running jobs and shut down all sites and the server."""

@@ -39,7 +39,7 @@ def write_job(folder: Path, experiment: Table, run: str, sites: list[str]) -> Pa
                 "args": {"server_obj_id": "_server", **common},
             }
         ],
-        "components": [{"id": "_server", "path": coordinator, "args": carried}],
+        "components": [{"id": "_server", "path": coordinator, "args": carried | {"sites": sites}}],
         **no_filters,
     }
     work = {"path": executor, "args": {"client_obj_id": "_client", **common}}

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ from nvflare.collab import collab
 from nvflare.collab.api.context import set_call_context
 
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.allowed import Allowed
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import JournalError, read
+from fedsolve.flare.limits import Guard, Limits
+from fedsolve.flare.participation import missing
 from fedsolve.flare.processes import HOME, OWNER
 from fedsolve.flare.roster import Roster, TooFew
-from fedsolve.flare.server import FOLDER, serve
+from fedsolve.flare.server import FOLDER, saved_participation, serve
 from fedsolve.flare.site import SiteClients
 from fedsolve.flare.site_config import (
     allowed_names,
@@ -46,6 +49,9 @@ PATIENCE = 20.0  # seconds to wait until the process of the run's previous job h
 TOPIC = "fedsolve"  # of the administrator's commands to a running job
 DEADLINE = 30.0  # seconds for an answer, unless the configuration says otherwise
 CANCELLED = "cancelled"  # in a run's folder on the server, if it was ended for good
+ENDING = 120.0  # seconds to wait for silent sites after the last round, unless it says otherwise
+MOST_SAID = 20  # different lines about refused questions on a site's console
+WITHOUT = "without.json"  # in a job's results: the sites that are missing at the end of a run
 MOST_NEWS = 1000  # entries in one answer to the administrator
 REPORT_TIMEOUT = 5.0  # seconds in which the administrator can fetch a finished job's last news
 
@@ -53,13 +59,21 @@ REPORT_TIMEOUT = 5.0  # seconds in which the administrator can fetch a finished 
 def built(text: str) -> Experiment:
     """Build the experiment that a job carries, from what this machine's owner allows."""
     owner = os.environ.get(OWNER)
-    names = allowed_names(read_owners_file(Path(owner))) if owner else []
-    experiment = resolve("deployed", json.loads(text), names)
+    table = read_owners_file(Path(owner)) if owner else {}
+    allowed = Allowed(frozenset(allowed_names(table)), files=False)
+    with Limits.of(table).memory_limited():
+        experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
     return experiment
+
+
+def owners_limits() -> Limits:
+    """Return the limits of this machine's owner."""
+    with _details_in_log():
+        return Limits.of(read_owners_file(Path(os.environ[OWNER])))
 
 
 def _run_folder(run: str) -> Path:
@@ -82,6 +96,7 @@ class SiteJob:
         self._shares: dict[int, SiteClients] = {}
         self._alone: io.TextIOWrapper | None = None  # the locked file of the run's folder
         self._lock = threading.Lock()
+        self._said: set[str] = set()  # why a question was refused, on this machine's console
 
     @collab.init
     def start(self) -> None:
@@ -91,9 +106,12 @@ class SiteJob:
             check_run_name(self._run)
             with _details_in_log():
                 check_data(Path(os.environ[OWNER]))
+            limits = owners_limits()
             self._experiment = built(self._text)
+            limits.check_problems(self._experiment)
         except Exception as error:
             self._trouble = _reason(error)
+            self._say(self._trouble)
 
     @collab.publish
     def answer(self, cell: int, data: bytes) -> bytes:
@@ -105,7 +123,16 @@ class SiteJob:
                     return self._share(cell).answer(data)
                 except Exception as error:
                     trouble = _reason(error)
+            self._say(trouble)
             return encode({"status": "refused", "reason": trouble}, {})
+
+    def _say(self, trouble: str) -> None:
+        """Tell this machine's owner, once, why the site refuses or will be refused."""
+        if trouble not in self._said and len(self._said) < MOST_SAID:
+            self._said.add(trouble)
+            print(
+                f"{self._run}: this site does not take part: {trouble}", file=sys.stderr, flush=True
+            )
 
     def _share(self, cell: int) -> SiteClients:
         """Return this site's clients in one of the experiment's runs."""
@@ -122,8 +149,15 @@ class SiteJob:
                 raise InvalidInput("An older job of this run is still running here.")
             with _details_in_log():
                 own = site_problem(problem, Path(os.environ[OWNER]))
-            precision = experiment.options.get("precision")
-            self._shares = {cell: SiteClients(home / str(cell), own, algorithm, seed, precision)}
+            limits, options = owners_limits(), experiment.options
+            limits.check_samples(own)
+            place, every = home / str(cell), options.get("evaluate_every", 1)
+            place.mkdir(exist_ok=True, mode=0o700)
+            guard = Guard(limits, place, options["rounds"], every)
+            clients = SiteClients(
+                place, own, algorithm, seed, options.get("precision"), self._say, guard
+            )
+            self._shares = {cell: clients}
         return self._shares[cell]
 
 
@@ -155,8 +189,10 @@ def _details_in_log() -> Iterator[None]:
 class Coordinator:
     """The server's end of a job, which continues where the run's last job stopped."""
 
-    def __init__(self, experiment: str, run: str):
+    def __init__(self, experiment: str, run: str, sites: Sequence[str] = ()):
         self._text, self._run = experiment, run
+        self._expected = set(sites)  # connected when the job was submitted
+        self._gave_up = False  # whether a run of this job has waited for silent sites in vain
         self._news: list[Table] = []
         self._reported = 0  # how many of them the administrator has
         self._links: list[Roster] = []
@@ -212,7 +248,13 @@ class Coordinator:
             base, _ = read(home / str(cell) / FOLDER)
             (results / f"{cell}.safetensors").write_bytes(base or b"")
         (home / "done").touch()
-        self._tell({"done": True})
+        without = {
+            site: why
+            for cell in range(len(experiment.runs))
+            for site, why in missing(saved_participation(home / str(cell) / FOLDER)).items()
+        }
+        (results / WITHOUT).write_text(json.dumps(without))
+        self._tell({"done": True, "without": without})
 
     def _one_run(
         self, experiment: Experiment, cell: int, home: Path, transport: CollabTransport
@@ -235,13 +277,15 @@ class Coordinator:
                     lambda messages: transport(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),
-                    lambda text: tell({"note": text}),
+                    lambda text: tell({"note": text, "warning": True}),
                     float(experiment.deploy.get("quorum", 0.0)),
+                    int(experiment.deploy.get("sites", 1)),
                 )
             self._links.append(link)
+            patience = 0.0 if self._gave_up else experiment.deploy.get("patience", ENDING)
             serve(
                 link,
-                [client.name for client in collab.clients],
+                sorted({client.name for client in collab.clients} | self._expected),
                 problem,
                 algorithm,
                 options["rounds"],
@@ -251,7 +295,10 @@ class Coordinator:
                 precision=precision,
                 progress=tell,
                 go_on=lambda: not (self._make_room or self._cancelled),
+                patience=float(patience),
+                waiting=lambda sites: tell(_waiting(sites, float(patience))),
             )
+            self._gave_up = bool(link.silent)
 
     def _tell(self, entry: Table) -> None:
         self._news.append(entry)
@@ -274,6 +321,12 @@ class Coordinator:
         end = time.monotonic() + REPORT_TIMEOUT
         while self._reported < len(self._news) and time.monotonic() < end:
             time.sleep(0.05)
+
+
+def _waiting(sites: list[str], patience: float) -> Table:
+    """Return the news that a run waits for sites after its last round."""
+    text = f"waiting up to {patience:g} s for {', '.join(sites)} to evaluate the last parameters"
+    return {"note": text, "warning": True, "waiting": sites}
 
 
 class CollabTransport:

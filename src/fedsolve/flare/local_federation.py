@@ -13,6 +13,7 @@ import tomli_w
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment
 from fedsolve.flare.admin import Admin
+from fedsolve.flare.limits import EXACT
 from fedsolve.flare.processes import (
     free_port,
     start_server,
@@ -21,9 +22,18 @@ from fedsolve.flare.processes import (
     temporary_folder,
 )
 from fedsolve.flare.provisioning import ADMIN, make_kits
-from fedsolve.flare.supervisor import Runs, Tell, saved_runs, supervise
+from fedsolve.flare.supervisor import (
+    Records,
+    Runs,
+    Tell,
+    participations,
+    saved_runs,
+    supervise,
+)
 
 SERVER = "localhost"
+# All data are on this machine, and results are to be those of the simulation.
+NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\n"
 RUN = "local"  # the name of the only run of `deploy_local`
 
 
@@ -75,7 +85,7 @@ def local_federation(
             for name, first, end in zip(names, ends, ends[1:], strict=False):
                 file = kits[name] / "site.toml"
                 data = f"[data]\nshare = [{first}, {end - first}]\n\n"
-                file.write_text(data + allowed, encoding="utf-8")
+                file.write_text(data + allowed + NO_LIMITS, encoding="utf-8")
                 started[name] = start_site(kits[name], file)
             admin = Admin(kits[ADMIN])
             try:
@@ -86,10 +96,11 @@ def local_federation(
             stop(list(started.values()))
 
 
-def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, str]:
-    """Run an experiment over a federation on this machine; return its runs and its status.
+def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, Records, str]:
+    """Run an experiment over a federation on this machine.
 
-    The status is `finished`, or `interrupted` after Ctrl-C.
+    Returns its runs, which sites took part in them, and its status: `finished`, or `interrupted`
+    after Ctrl-C.
     """
     fewest = min(problem.n for problem, _ in experiment.cells.values())
     if not 1 <= sites <= fewest:
@@ -101,7 +112,8 @@ def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, 
             run_on(federation, experiment, RUN, tell)
         except KeyboardInterrupt:
             status = "interrupted"
-        return saved_runs(experiment, federation.home(RUN)), status
+        home = federation.home(RUN)
+        return saved_runs(experiment, home), participations(experiment, home), status
 
 
 def _imported_names(table: object) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from fedsolve.data.download import OFFLINE
 from fedsolve.errors import InvalidInput
 from fedsolve.flare import guarded
 from fedsolve.flare.provisioning import kit_name, prepare
@@ -70,7 +71,8 @@ def _start(kit: Path, role: str, owners_file: Path | None) -> subprocess.Popen:
             raise InvalidInput(f"Cannot write to {place}: {error.strerror}.") from error
         if role == "server":
             _check_port(kit)
-        environment = MEMORY | os.environ | ENVIRONMENT | {HOME: str(home)}
+        own = {HOME: str(home), OFFLINE: "1"}  # jobs make no machine look up anything
+        environment = MEMORY | os.environ | ENVIRONMENT | own
         if owners_file is not None:
             environment[OWNER] = str(owners_file.resolve())
         module = f"nvflare.private.fed.app.{role}.{role}_train"

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
+from fedsolve.flare.participation import Participation
 from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.flare.site import MOST_CLIENTS, START
 from fedsolve.problem.problem import Problem
@@ -21,6 +22,7 @@ from fedsolve.types import Message, Table, Vector
 Parameters = Vector | np.ndarray
 MOST_OF_A_SITE = 1_000_000  # clients that one site may have
 KEPT = 1000  # publications in one message: its head has a line for each
+MOST_LOGGED = 20  # different lines about a site that is in trouble
 
 
 class TooFew(Exception):
@@ -46,7 +48,9 @@ class Roster:
         problem: The problem.
         algorithm: The algorithm.
         log: Called with one line about whatever goes wrong.
-        quorum: The share of a cohort that must answer.
+        quorum: The share of a cohort that must answer, and of the expected sites that must be ready
+            when a job begins.
+        sites: The number of sites that must be ready before a run begins.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Roster:
         algorithm: Algorithm,
         log: Callable[[str], None],
         quorum: float = 0.0,
+        sites: int = 1,
     ):
         self.protocol = Protocol((), (), None, None)
         # By site: its first client, and how many it has
@@ -66,13 +71,18 @@ class Roster:
         self.sent = self.received = 0  # all bytes of messages
         self.answered: set[str] = set()  # sites whose replies were taken in this round
         self.rounds = 0  # rounds in which some site answered
+        self.participation = Participation()
         self.trouble: BaseException | None = None  # what went wrong outside the compiled round
         self._transport, self._log, self._quorum = transport, log, quorum
+        self._at_first = sites
         self._problem, self._algorithm = problem, algorithm
         self._names = [START]  # names of w, after each publication that is still kept
         self._packets: list[tuple[int, Packet]] = []
         self._silent: set[str] = set()  # sites that did not answer when last asked
         self._why: dict[str, str] = {}  # what was wrong with a site, when last asked
+        self._no_values: dict[str, str] = {}  # and with its newest values
+        self._logged: dict[str, set[str]] = {}  # what was logged about it since it answered
+        self._asked: set[str] = set()  # sites with clients that were asked in this round
         self._holds: dict[str, str] = {}  # the w that each site was last known to hold
         # An evaluation to ask for with the next question
         self._wish: tuple[int, Parameters, PyTree] | None = None
@@ -87,15 +97,19 @@ class Roster:
         """Ask sites how many clients they have, and number the clients.
 
         Args:
-            sites: The sites. Clients of a new run are numbered in the order of their sites; those
-                of new sites come after the others.
+            sites: The sites. All of them are expected from now on if the run is new, else those
+                that are taken in. Clients of a new run are numbered in the order of their sites;
+                those of new sites come after the others.
             may_grow: Whether the algorithm can take that many clients in the middle of a run.
 
         Raises:
-            TooFew: If no site is ready.
+            TooFew: If fewer sites are ready than must be.
         """
         found: dict[str, int] = {}
-        known = self.ranges
+        known, expected = self.ranges, self.participation.sites
+        if first := not expected:
+            self.participation.expect(sorted(sites))
+        sites = sorted({*sites, *expected})
         room = MOST_CLIENTS - self.clients
         for site, (head, _) in self._greet(sites, 0).items():
             count = head.get("clients")
@@ -106,20 +120,33 @@ class Roster:
             found[site] = count
             room -= count if site not in known else 0
         for site in sorted(found.keys() & known.keys()):
-            if found[site] != known[site][1]:
-                self._log(
-                    f"{site}: it had {known[site][1]} clients in this run, and has {found[site]}"
+            if (count := found[site]) != known[site][1]:
+                self._complain(
+                    site, f"it had {known[site][1]} clients in this run, and has {count}"
                 )
+                del found[site]
         new = sorted(found.keys() - known.keys())
         if known and new and not may_grow(self.clients + sum(found[site] for site in new)):
-            self._log(f"{', '.join(new)}: new, and not taken in before the next run")
+            for site in new:
+                self._complain(site, "new, and not taken in before the next run")
+                del found[site]
             new = []
+        self._check_ready(found, first)
+        self.participation.expect(new)
         for site in new:
             known[site] = (self.clients, found[site])
-        if not known:
-            raise TooFew(f"no site is ready{self._whys(sites)}")
+            expected[site]["clients"] = found[site]
         self.protocol = protocol(self._problem, self._algorithm, self.clients)
         self._greet([site for site in found if site in known], self.clients)
+
+    def _check_ready(self, ready: Iterable[str], first: bool) -> None:
+        """Raise if fewer of the expected sites are ready than must be."""
+        expected, ready = self.participation.sites.keys(), set(ready)
+        needed = max(1, math.ceil(self._quorum * len(expected)), self._at_first if first else 1)
+        if len(ready & expected) < needed:
+            text = "no site is ready" if not ready else f"{len(ready)} sites are ready"
+            why = f"{text} of {len(expected)}, and {needed} must be{self._whys(expected)}"
+            raise TooFew(why, self._silent & expected)
 
     def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
         hello = encode({"kind": "hello", "total": total, "version": version()}, {})
@@ -156,6 +183,7 @@ class Roster:
             for site, (first, count) in self.ranges.items()
         }
         wanted = {site: own for site, own in wanted.items() if own}
+        self._asked |= wanted.keys()
         wish, self._wish = self._wish, None
         heads: dict[str, dict] = {
             site: {
@@ -227,13 +255,37 @@ class Roster:
         wish, self._wish = self._wish, None
         if wish is not None:
             self._values = {}
-            round, w, template = wish
-            most = self.clients * size_of(template)
-            for site, (_, arrays) in self._deliver(
-                self._evaluations(round), {}, w, most, {}
-            ).items():
-                self._take_values(site, arrays, template)
+            self._evaluate(wish, self.ranges)
         return self._values
+
+    def values_again(self, round: int, w: Parameters, template: PyTree) -> dict[str, PyTree]:
+        """Ask the sites that have not sent their values once more, and return all values."""
+        self._evaluate((round, w, template), self.ranges.keys() - self._values.keys())
+        return self._values
+
+    def end_evaluation(self) -> None:
+        """Record whose values there are."""
+        self.participation.end_evaluation(self._values, self._no_values | self._why)
+
+    @property
+    def silent(self) -> set[str]:
+        """The expected sites that did not answer when they were last asked."""
+        return self._silent & self.participation.sites.keys()
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """What is wrong with expected sites at the moment."""
+        expected = self.participation.sites
+        return {site: why for site, why in sorted(self._why.items()) if site in expected}
+
+    def _evaluate(self, wish: tuple[int, Parameters, PyTree], sites: Iterable[str]) -> None:
+        """Ask some sites for their values, and nothing else."""
+        round, w, template = wish
+        most = self.clients * size_of(template)
+        everyone = self._evaluations(round)
+        heads = {site: everyone[site] for site in sites}
+        for site, (_, arrays) in self._deliver(heads, {}, w, most, {}).items():
+            self._take_values(site, arrays, template)
 
     def _evaluations(self, round: int) -> dict[str, dict]:
         return {
@@ -250,8 +302,9 @@ class Roster:
         own = {name: arrays.pop(name) for name in list(arrays) if name.startswith("values.")}
         try:
             self._values[site] = take(own, "values", template, rows=self.ranges[site][1])
+            self._no_values.pop(site, None)
         except Refused as refused:  # a reply that came with them may be sound
-            self._log(f"{site}: refused its values: {refused}")
+            self._no_values[site] = self._log_once(site, f"refused its values: {refused}")
 
     def publish(self, kind: int, packet: Packet, whole: int) -> None:
         """Remember a publication, as long as sending it can be cheaper than sending w."""
@@ -269,7 +322,11 @@ class Roster:
         # A site that was not heard may not have heard either: what it was to be told still stands.
         self.settled |= {site: (round, used) for site, used in self.used.items() if used}
         self.rounds += bool(self.answered)
-        self.used, self.answered = {}, set()
+        self.participation.end_round(round, self._asked, self.answered, self._silent, self._why)
+        for site in sorted(self.answered - self._why.keys() - self._no_values.keys()):
+            if self._logged.pop(site, None) is not None:
+                self._log(f"{site}: it answers again")
+        self.used, self.answered, self._asked = {}, set(), set()
 
     def _deliver(
         self,
@@ -327,7 +384,8 @@ class Roster:
         found, self._behind = {}, set()
         answers = self._transport(messages)
         self._silent = (self._silent - answers.keys()) | (messages.keys() - answers.keys())
-        self._why |= dict.fromkeys(messages.keys() - answers.keys(), "no answer")
+        for site in sorted(messages.keys() - answers.keys()):
+            self._complain(site, "no answer")
         for site, data in answers.items():
             try:
                 if isinstance(data, Exception):
@@ -348,9 +406,16 @@ class Roster:
         return found
 
     def _complain(self, site: str, why: str) -> None:
-        """Log what is wrong with a site, in one line of printable characters."""
-        self._why[site] = "".join(c if c.isprintable() else " " for c in why)[:300]
-        self._log(f"{site}: {self._why[site]}")
+        """Log what is wrong with a site, once, in one line of printable characters."""
+        self._why[site] = self._log_once(site, why)
+
+    def _log_once(self, site: str, why: str) -> str:
+        text = "".join(c if c.isprintable() else " " for c in why)[:300]
+        logged = self._logged.setdefault(site, set())
+        if text not in logged and len(logged) < MOST_LOGGED:
+            logged.add(text)
+            self._log(f"{site}: {text}")
+        return text
 
     # For the checkpoint
 
@@ -361,6 +426,7 @@ class Roster:
             "names": self._names,
             "kinds": [kind for kind, _ in self._packets],
             "holds": self._holds,
+            "participation": self.participation.saved(),
         }
         return head, {f"packet{i}": packet for i, (_, packet) in enumerate(self._packets)}
 
@@ -368,6 +434,12 @@ class Roster:
         self.ranges = {site: (first, count) for site, (first, count) in head["roster"].items()}
         self.settled = {site: (last, used) for site, (last, used) in head["settled"].items()}
         self._names, self._holds = head["names"], head["holds"]
+        if "participation" in head:  # versions before 0.2 kept none
+            self.participation.restore(head["participation"])
+        else:
+            self.participation.expect(self.ranges)
+            for site, (_, count) in self.ranges.items():
+                self.participation.sites[site]["clients"] = count
 
     def restore_packets(self, head: Table, arrays: dict[str, np.ndarray]) -> None:
         """Once a round's packets are known again."""

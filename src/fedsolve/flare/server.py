@@ -22,6 +22,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
+from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
@@ -36,6 +37,8 @@ from fedsolve.storage.arrays import Refused, decode, in_order, parts, take
 from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, Reply, Table, Vector
 
 FOLDER = "server"  # in a run's home: the server's journal
+ASK_AGAIN = 1.0  # seconds between two attempts to get a last evaluation from everyone
+MAKE_ROOM = "told to make room for the next job"
 
 
 class Deployment(Federation):
@@ -124,6 +127,21 @@ class Record(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a run waits, after its last round, for sites that do not answer.
+
+    Args:
+        patience: The seconds to wait, counted from the end of the last round.
+        waiting: Called with the sites that are waited for.
+        go_on: Whether to go on waiting.
+    """
+
+    patience: float = 0.0
+    waiting: Callable[[list[str]], None] = lambda sites: None
+    go_on: Callable[[], bool] = lambda: True
+
+
 class Deployed(Runtime):
     """Clients at sites, behind a link.
 
@@ -134,10 +152,17 @@ class Deployed(Runtime):
     lags = True
 
     def __init__(
-        self, problem: Problem, algorithm: Algorithm, link: Roster, sites: list[str], seed: int
+        self,
+        problem: Problem,
+        algorithm: Algorithm,
+        link: Roster,
+        sites: list[str],
+        seed: int,
+        ending: Ending | None = None,
     ):
         super().__init__(problem, algorithm, RoundOptions())
         self.link, self._sites, self._seed = link, sites, seed
+        self._ending = Ending() if ending is None else ending
         self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
@@ -190,7 +215,22 @@ class Deployed(Runtime):
         return Advanced(state, joined(complete) or no_history())
 
     def finish(self, state: State) -> History | None:
+        if self.waiting:
+            self._wait_for_everyone(state)
         return next(iter(self._complete(state)), None)
+
+    def _wait_for_everyone(self, state: State) -> None:
+        """Ask everyone for the last evaluation; wait for silent sites while there is patience."""
+        found, told = self.link.values(), False
+        end = self.news.get("ended", 0.0) + self._ending.patience
+        while (silent := sorted(self.link.silent - found.keys())) and time.time() < end:
+            if not told:
+                self._ending.waiting(silent)
+                told = True
+            if not self._ending.go_on():
+                raise TooFew(MAKE_ROOM)
+            time.sleep(min(ASK_AGAIN, max(end - time.time(), 0)))
+            found = self.link.values_again(int(state.round), state.w, self._values)
 
     def gather(self, state: State) -> State:
         return state
@@ -212,6 +252,7 @@ class Deployed(Runtime):
             return []
         shares = self.algorithm.objective_weights(state.server, state.participation)
         found = self.link.values()
+        self.link.end_evaluation()
         if found:
             values = self._over_sites(state, found, shares)
         else:
@@ -225,6 +266,9 @@ class Deployed(Runtime):
         exchanges = max(len(self.link.protocol.exchanges), 1) * self._rounds
         return {
             "answered": answered,
+            "missing": self.link.troubles,
+            "clients": clients_expected(self.link.participation.sites),
+            "ended": time.time(),
             "milliseconds": 1e3 * (time.perf_counter() - self._began) / exchanges,
             "wire_sent": self.link.sent,
             "wire_received": self.link.received,
@@ -254,7 +298,8 @@ class Deployed(Runtime):
         part = () if shares is None else (shares[:1],)
         shapes = jax.eval_shape(lambda v: combined(self.problem, w, v, *part), one)
         types = {name: x.dtype if x.dtype.kind == "f" else float for name, x in shapes.items()}
-        return {name: np.full(x.shape, np.nan, types[name]) for name, x in shapes.items()}
+        unknown = {name: np.full(x.shape, np.nan, types[name]) for name, x in shapes.items()}
+        return unknown | {"clients_evaluated": np.int32(0)}
 
     def _may_grow(self, clients: int) -> bool:
         """Return whether the algorithm can take new clients in the middle of a run."""
@@ -308,6 +353,8 @@ def serve(
     precision: str | None = None,
     progress: Callable[[Table], None] | None = None,
     go_on: Callable[[], bool] = lambda: True,
+    patience: float = 0.0,
+    waiting: Callable[[list[str]], None] = lambda sites: None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
@@ -323,9 +370,11 @@ def serve(
         precision: The run's precision.
         progress: Called with every new entry of the history, and facts about its round.
         go_on: Whether to go on with the next round.
+        patience: The seconds to wait, after the last round, for sites that do not answer.
+        waiting: Called with their names then.
 
     Returns:
-        The run.
+        The run; `link.participation` says which sites took part.
 
     Raises:
         TooFew: If too few sites answer, or if not `go_on()`.
@@ -334,7 +383,8 @@ def serve(
     journal, began = Journal(home / FOLDER), time.perf_counter()
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
-        runtime = Deployed(placed, tuned, link, sites, seed)
+        ending = Ending(patience, waiting, go_on)
+        runtime = Deployed(placed, tuned, link, sites, seed, ending)
         saved, chunks = _loaded(*journal.load())
         if saved is None:
             state = runtime.start(jax.random.key_data(jax.random.key(seed)))
@@ -362,7 +412,7 @@ def serve(
         try:
             return loop.run(state, chunks)
         except Interrupted as error:
-            raise TooFew("told to make room for the next job") from error
+            raise TooFew(MAKE_ROOM) from error
         except Diverged as error:
             raise InvalidInput(str(error)) from error
 
@@ -378,6 +428,13 @@ def saved_run(
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         state = _restored(saved, placed, tuned)
         return Run.of(problem, algorithm, state, _history(chunks), seed, saved.head["seconds"])
+
+
+def saved_participation(path: Path) -> Table:
+    """Return the record of a run's expected sites from the server's journal, or its last base."""
+    saved, _ = _loaded(*(read(path) if path.is_dir() else (path.read_bytes(), [])))
+    kept = {} if saved is None else saved.head["link"].get("participation", {})
+    return kept.get("sites", {})
 
 
 def _start(problem: Problem, algorithm: Algorithm, key: PRNGKey, clients: int) -> State:

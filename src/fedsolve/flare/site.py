@@ -30,6 +30,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.state import SeedWords, evaluation_key
 from fedsolve.flare.journal import CannotWrite, Journal, Parts
+from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
@@ -65,6 +66,9 @@ class SiteClients:
         algorithm: The algorithm.
         seed: The run's seed.
         precision: The run's precision.
+        say: Called with a sentence for this machine's owner if a question is refused, or if the
+            answer cannot be used.
+        guard: The owner's limits; None for none.
     """
 
     def __init__(
@@ -74,7 +78,10 @@ class SiteClients:
         algorithm: Algorithm,
         seed: int,
         precision: str | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+        guard: Guard | None = None,
     ):
+        self._say, self._guard = say, guard
         self._lock = threading.Lock()
         self._precision = precision
         with precision_of(precision) as dtype:
@@ -106,27 +113,40 @@ class SiteClients:
     def answer(self, data: bytes) -> bytes:
         """Answer a question; one that cannot be answered gets the reason."""
         with self._lock, precision_of(self._precision):
+            head: Table = {}
             try:
                 head, arrays = decode(data, self._most())
-                kind = head.get("kind")
-                if kind == "hello":
-                    _check_version(head)
-                    self._know(_whole(head, "total"))
-                    return encode({"status": "ok", "clients": self._count}, {})
-                if kind not in ("ask", "evaluate"):
-                    raise Refused(f"no such kind of question: {str(kind)[:40]}")
-                if not self._catch_up(head, arrays):
-                    return encode({"status": "behind"}, {})
-                if kind == "evaluate":
-                    if self._problem.keeps_own:  # the values depend on what clients keep
-                        self._settle(_whole(head, "round"), head.get("settled"))
-                    return encode({"status": "ok"}, self._values(head, "round", arrays))
-                return self._ask(head, arrays)
+                answer = self._answer(head, arrays)
+                self._note(head, f"{len(answer)} bytes")
+                return answer
             except Refused as refused:
+                self._say(str(refused))
+                self._note(head, f"refused: {refused}")
                 return encode({"status": "refused", "reason": str(refused)}, {})
             except CannotWrite as error:  # its path is this machine's affair
                 print(error, file=sys.stderr, flush=True)
+                self._note(head, f"refused: {error.why}")
                 return encode({"status": "refused", "reason": error.why}, {})
+
+    def _answer(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
+        kind = head.get("kind")
+        if kind == "hello":
+            _check_version(head)
+            self._know(_whole(head, "total"))
+            return encode({"status": "ok", "clients": self._count}, {})
+        if kind not in ("ask", "evaluate"):
+            raise Refused(f"no such kind of question: {str(kind)[:40]}")
+        if not self._catch_up(head, arrays):
+            return encode({"status": "behind"}, {})
+        if kind == "evaluate":
+            if self._problem.keeps_own:  # the values depend on what clients keep
+                self._settle(_whole(head, "round"), head.get("settled"))
+            return encode({"status": "ok"}, self._values(head, "round", arrays))
+        return self._ask(head, arrays)
+
+    def _note(self, head: Table, answer: str) -> None:
+        if self._guard is not None:
+            self._guard.log(head, answer)
 
     def _know(self, total: int) -> None:
         """Learn how many clients all sites have together, which can decide shapes of messages."""
@@ -150,14 +170,18 @@ class SiteClients:
 
     def _values(self, head: Table, name: str, arrays: dict[str, np.ndarray]) -> dict[str, PyTree]:
         """Return the clients' values at w, at the end of the round with that name in the head."""
-        round, first = (jnp.int32(_whole(head, each)) for each in (name, "first"))
+        round, first = (_whole(head, each) for each in (name, "first"))
         state, memory = None, None
         if self._problem.averages_state:
             state = take(arrays, "state", self._problem.state)
         if self._problem.keeps_own:
             memory = jax.tree.map(jnp.asarray, self._states[1])
-        w = jnp.asarray(self._w)
-        return {"values": self._evaluate(w, self._seed, round, first, state, memory)}
+        if self._guard is not None:
+            self._guard.evaluation(round, (self._w, state))
+        at = jnp.int32(round), jnp.int32(first)
+        values = self._evaluate(jnp.asarray(self._w), self._seed, *at, state, memory)
+        self._check_finite("the objective or the constraint", values)
+        return {"values": values if self._guard is None else self._guard.values(values)}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
@@ -191,6 +215,7 @@ class SiteClients:
             return known.reply
         rows = self._before(number, used, local)
         moved, reply = self._compute(number, round, clients, local, rows, message)
+        self._check_finite(f"the reply to '{exchange.method}'", reply)
         moves = not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
         values = {} if look is None else self._values(head, "look", seen)
@@ -209,6 +234,12 @@ class SiteClients:
             except CannotWrite as error:  # the answer is on the disk; the journal stays long
                 print(error, file=sys.stderr, flush=True)
         return answer
+
+    def _check_finite(self, what: str, tree: PyTree) -> None:
+        """Tell the owner about values that the server will refuse."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        if not all(np.isfinite(x).all() for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)):
+            self._say(f"{what} is not finite; check the data")
 
     def _compute(
         self,

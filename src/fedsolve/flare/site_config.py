@@ -16,6 +16,9 @@ or
     [allow]                   # beside what comes with Fedsolve; nothing unless written here
     problems = ["clinic.models:survival"]
     algorithms = ["clinic.methods:Ours"]
+
+    [limits]                  # see `limits`
+    samples = 5
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ def read_owners_file(path: Path) -> Table:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidInput(f"Cannot read {path}: {error}.") from error
     for key in table:
-        if key not in ("data", "allow"):
-            raise InvalidInput(f"{path}: there is no table [{key}]; known: data, allow.")
+        if key not in ("data", "allow", "limits"):
+            raise InvalidInput(f"{path}: there is no table [{key}]; known: data, allow, limits.")
     return table
 
 

@@ -19,8 +19,9 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment
 from fedsolve.flare.admin import SILENT, Admin, NoServer
 from fedsolve.flare.job_files import write_job
+from fedsolve.flare.participation import summary
 from fedsolve.flare.processes import temporary_folder
-from fedsolve.flare.server import FOLDER, saved_run
+from fedsolve.flare.server import FOLDER, saved_participation, saved_run
 from fedsolve.solving.result import Run
 from fedsolve.types import Table
 
@@ -33,8 +34,14 @@ SILENCE_TIMEOUT = 30.0  # seconds without an answer after which a job counts as 
 TOGETHER = 6.0  # seconds to wait for further sites when some return
 MOST_EMPTY_JOBS = 3  # jobs in a row without a single round, after which a run is given up
 
+
+class NotReady(InvalidInput):
+    """A run was given up because its jobs ended without a round."""
+
+
 Tell = Callable[[Table], None]  # takes one entry of a run's news: a note, a round, an error
 Runs = dict[str, list[Run]]  # by variant
+Records = dict[tuple[str, int], Table]  # by variant and seed: which sites took part
 T = TypeVar("T")
 
 
@@ -52,9 +59,10 @@ def supervise(admin: Admin, experiment: Experiment, run: str, tell: Tell, sites:
         if job is None:
             connected, waited = _wait_for_sites(admin, needed, last.missed, tell)
             # A job is no failure if its sites were away for a while.
-            empty_jobs = 0 if last.rounds or waited > 2 * SILENT else empty_jobs + 1
+            useful = last.rounds or last.waiting or waited > 2 * SILENT
+            empty_jobs = 0 if useful else empty_jobs + 1
             if empty_jobs > MOST_EMPTY_JOBS:
-                raise InvalidInput(
+                raise NotReady(
                     f"{MOST_EMPTY_JOBS} jobs in a row ended without a round: {last.reason}."
                 )
             job = _submit(admin, experiment, run, connected, tell)
@@ -82,6 +90,7 @@ class JobOutcome:
     ended: bool = False  # whether the whole run is finished
     lost: dict[str, float] = dataclasses.field(default_factory=dict)  # sites: last heartbeats
     missed: dict[str, float] = dataclasses.field(default_factory=dict)  # those that a round needs
+    waiting: bool = False  # whether only the last evaluation over everyone is missing
     reason: str = "see the logs"  # its last note
 
 
@@ -94,7 +103,7 @@ def _follow(admin: Admin, job: str, tell: Tell) -> JobOutcome:
         try:
             if time.monotonic() > next_status:
                 over, next_status = admin.is_over(job), time.monotonic() + STATUS_POLL
-            rejoin = bool(outcome.lost) and time.monotonic() > began + REJOIN
+            rejoin = bool(outcome.lost) and (outcome.waiting or time.monotonic() > began + REJOIN)
             returned = _returned(outcome.lost, admin.sites()) if rejoin else []
             answer = admin.news(job, told, make_room=bool(returned))
         except NoServer as error:
@@ -129,6 +138,7 @@ def _take(admin: Admin, entry: Table, outcome: JobOutcome, tell: Tell) -> None:
     if "error" in entry:
         raise InvalidInput(entry["error"])
     outcome.ended = outcome.ended or "done" in entry
+    outcome.waiting = outcome.waiting or "waiting" in entry
 
 
 def _returned(lost: dict[str, float], sites: dict[str, float]) -> list[str]:
@@ -189,6 +199,14 @@ def saved_runs(experiment: Experiment, home: Path, suffix: str = f"/{FOLDER}") -
             run = saved_run(path, problem, algorithm, seed, precision)
             found[variant] += [] if run is None else [run]
     return found
+
+
+def participations(experiment: Experiment, home: Path, suffix: str = f"/{FOLDER}") -> Records:
+    """Return the records of expected sites of runs, by variant and seed; see `saved_runs`."""
+    places = {run: Path(f"{home}/{cell}{suffix}") for cell, run in enumerate(experiment.runs)}
+    return {
+        run: summary(saved_participation(path)) for run, path in places.items() if path.exists()
+    }
 
 
 def new_run_name() -> str:

@@ -17,12 +17,12 @@ import optax
 
 from fedsolve.fields import Scalar, Schedule, at
 from fedsolve.local_updates.optimizers import Optimizer
-from fedsolve.problem.client import Client
+from fedsolve.problem.client import ORDER, Client
+from fedsolve.problem.local_pass import Follows
 from fedsolve.types import PRNGKey, PyTree, Round, Vector
 
 Direction = Callable[[Vector, PRNGKey], Vector]  # w, key -> a descent direction there
 Carry = tuple[Vector, Vector, optax.OptState]
-ORDER = 2**31 - 3  # folded into the key of the steps for the order of the samples
 
 
 class Epochs(NamedTuple):
@@ -43,6 +43,7 @@ def take_steps(
     optimizer: Optimizer | None = None,
     start: Vector | None = None,
     moves_personal: bool = True,
+    follows: Follows | None = None,
 ) -> tuple[Vector, Vector]:
     """Take a client's local steps.
 
@@ -58,11 +59,23 @@ def take_steps(
         optimizer: The optimizer of the steps; None for gradient descent.
         start: Where to start; None for the client's w.
         moves_personal: Whether the client's personal parameters move, too.
+        follows: What `direction` is, for an objective that can take all steps in one call.
 
     Returns:
         The pseudo-gradient, and the sum of the directions; without an optimizer they are the same.
     """
     w = client.w if start is None else start
+    epochs = steps[0] if isinstance(steps, Epochs) else None
+    walked = client.local_pass(
+        epochs,
+        1 if isinstance(steps, Epochs) else steps,
+        key,
+        at(step_size, client.round) if optimizer is None else None,
+        follows,
+        w,
+    )
+    if walked is not None:
+        return walked.change, walked.directions
     moves = moves_personal and client.personal is not None
     if optimizer is None:
         size = at(step_size, client.round)

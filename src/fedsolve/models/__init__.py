@@ -1,4 +1,4 @@
-"""Networks for images, built from JAX and Equinox alone, and their parameters in files."""
+"""Networks for images, built from JAX and Equinox alone, and models' parameters elsewhere."""
 
 from fedsolve.models.base import Network
 from fedsolve.models.cnn import CNN
@@ -6,6 +6,7 @@ from fedsolve.models.files import load, save
 from fedsolve.models.layers import GroupNorm
 from fedsolve.models.mlp import MLP
 from fedsolve.models.resnet import Block, ResNet18
+from fedsolve.models.scikit_learn import to_sklearn
 from fedsolve.models.vision_transformer import Attention, VisionTransformer
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "VisionTransformer",
     "load",
     "save",
+    "to_sklearn",
 ]

@@ -34,6 +34,10 @@ Clients = Int[Array, "..."] | Int[np.ndarray, "..."] | int  # the index of a cli
 Recorded = Bool[np.ndarray, "rounds clients"] | Shaped[Array, "..."]
 
 
+SELDOM = 0.05  # a client that is up less often makes 1/q_m large
+SLOW = 0.1  # of the changes that independent rounds would make
+
+
 class Availability(eqx.Module):
     """Base class of availabilities: processes that decide in every round which clients are up.
 
@@ -78,6 +82,17 @@ class Availability(eqx.Module):
     def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         """Return q_m, the probability that a client (or each of several) is up in a round."""
         raise NotImplementedError
+
+    def rates(self, clients: int) -> Float[np.ndarray, " n"] | None:
+        """Return q_m of every client if it is the same in every round, whatever happened before.
+
+        None where rounds depend on each other, or q_m is not known.
+        """
+        return None
+
+    def risk(self, clients: int) -> str | None:
+        """Return a sentence if weights 1/q_m make an algorithm unstable, else None."""
+        return None
 
     def check(self, clients: int) -> None:
         """Raise if the availability does not fit the number of clients."""
@@ -141,6 +156,12 @@ class Bernoulli(Availability):
     def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         return _of(self.probability, client)
 
+    def rates(self, clients: int) -> Float[np.ndarray, " n"]:
+        return np.broadcast_to(np.asarray(self.probability, float), (clients,))
+
+    def risk(self, clients: int) -> str | None:
+        return _seldom(self.rates(clients))
+
     def check(self, clients: int) -> None:
         _check_each("probability", self.probability, clients)
 
@@ -181,6 +202,12 @@ class Markov(Availability):
         up, down = _of(self.up, client), _of(self.down, client)
         return up / (up + down)
 
+    def risk(self, clients: int) -> str | None:
+        changes = np.broadcast_to(np.asarray(self.up) + np.asarray(self.down), (clients,))
+        rates = np.asarray(self.up) / changes
+        varies = np.asarray(self.down) > 0  # one that never goes down does not change
+        return _seldom(rates) or _slow(np.where(varies, changes, 1.0))
+
     def check(self, clients: int) -> None:
         _check_each("up", self.up, clients)
         _check_each("down", self.down, clients)
@@ -210,6 +237,10 @@ class DayNight(Availability):
 
     def __check_init__(self):
         check_positive("period", self.period)
+        if isinstance(self.day, Tracer) or isinstance(self.night, Tracer):
+            return
+        if np.any((np.asarray(self.day) == 0) & (np.asarray(self.night) == 0)):
+            raise InvalidInput("A client that is never up takes no part; day must be > 0.")
 
     def draw(
         self, clients: int, round: Round, memory: None, key: PRNGKey
@@ -221,6 +252,10 @@ class DayNight(Availability):
         sun = (1 + jnp.cos(2 * jnp.pi * (round / self.period - late))) / 2
         day, night = _of(self.day, client), _of(self.night, client)
         return night + (day - night) * sun
+
+    def risk(self, clients: int) -> str | None:
+        least = np.minimum(np.asarray(self.day), np.asarray(self.night))
+        return _seldom(np.broadcast_to(least, (clients,)))
 
     def check(self, clients: int) -> None:
         for name in ("day", "night", "phase"):
@@ -246,6 +281,16 @@ class Trace(Availability):
         converter=lambda value: _recorded(value)
     )
 
+    def __check_init__(self):
+        if isinstance(self.rounds, Tracer):
+            return
+        never = np.flatnonzero(~np.asarray(self.rounds).astype(bool).any(axis=0))
+        if len(never):
+            raise InvalidInput(
+                f"Client {never[0]} is never up in the trace: it takes no part, and what is solved "
+                "is another problem; leave such clients out."
+            )
+
     def draw(
         self, clients: int, round: Round, memory: None, key: PRNGKey
     ) -> tuple[Bool[Array, " n"], None]:
@@ -254,6 +299,14 @@ class Trace(Availability):
 
     def rate(self, client: Clients, round: Round) -> Float[Array, "..."]:
         return jnp.mean(jnp.asarray(self.rounds)[:, client], axis=0)
+
+    def risk(self, clients: int) -> str | None:
+        table = np.asarray(self.rounds).astype(bool)
+        rates, changes = table.mean(axis=0), (table[1:] != table[:-1]).sum(axis=0)
+        usual = 2 * rates * (1 - rates) * (len(table) - 1)  # of independent rounds
+        long_enough = usual >= 10
+        pace = np.where(long_enough, changes / np.where(long_enough, usual, 1), 1.0)
+        return _seldom(rates) or _slow(pace)
 
     def check(self, clients: int) -> None:
         columns = np.asarray(self.rounds).shape[1]
@@ -340,6 +393,29 @@ class FirstAnswers(Availability):
         _check_each("median", self.median, clients)
         if self.availability is not None:
             self.availability.check(clients)
+
+
+def _seldom(rates: Float[np.ndarray, " n"]) -> str | None:
+    """Return a warning if some client is up so seldom that 1/q_m explodes."""
+    least = int(np.argmin(rates))
+    if rates[least] >= SELDOM:
+        return None
+    times = f"{1 / rates[least]:.3g}" if rates[least] > 0 else "any number of"
+    return (
+        f"client {least} is up with probability {rates[least]:.3g} at times, and its gradients "
+        f"count {times} times then: single rounds move far"
+    )
+
+
+def _slow(pace: Float[np.ndarray, " n"]) -> str | None:
+    """Return a warning if some client stays up or down for many rounds."""
+    least = int(np.argmin(pace))
+    if pace[least] >= SLOW:
+        return None
+    return (
+        f"client {least} stays up or down {1 / pace[least]:.3g} times as long as in independent "
+        "rounds: 1/q_m is right on average over rounds, not while it lasts"
+    )
 
 
 def _numbers(value: object, name: str) -> Each:

@@ -22,7 +22,7 @@ from fedsolve.games.parts import numbers
 from fedsolve.participation.weighting import Methods, Up, Weighting, normalised
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import counts
+from fedsolve.problem.samples import counts, sets_of
 from fedsolve.types import Info, PRNGKey, Vector
 
 Contributions = Float[Array, " m"]
@@ -49,9 +49,11 @@ def check_players(game: Game, start: Numbers | None, problem: Problem) -> None:
     if start is not None and np.shape(start) not in ((), (problem.n,)):
         raise InvalidInput(f"start must be one number for each of {problem.n} clients.")
     sizes, lower, upper = counts(problem.samples), np.asarray(game.lower), np.asarray(game.upper)
-    if (lower < 1).any():
+    sets = sets_of(problem.samples)
+    if (lower < sets).any():
+        least = "one sample" if sets == 1 else f"one sample of each of {sets} sets"
         raise InvalidInput(
-            f"Clients must contribute at least one sample; the lower bound of client "
+            f"Clients must contribute at least {least}; the lower bound of client "
             f"{np.argmin(lower)} is {lower.min():g}."
         )
     if (wrong := np.flatnonzero(np.ceil(upper) > sizes)).size:

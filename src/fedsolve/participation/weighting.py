@@ -12,6 +12,10 @@
 Asking clients is an exchange, whose bytes are counted like those of any other. A client that did
 not answer has weight 0 in this round (with `BANT`, the trust it had before).
 
+In a problem with a `batch_size`, `look` says from which samples a client computes its answer:
+`"all"` or a `"minibatch"`. The defaults are those of PPBC's Appendix B: local losses are "based on
+their datasets", gradients are ∇f_m(w, ξ).
+
 Papers: Cho et al., "Towards Understanding Biased Client Selection in Federated Learning" (2022);
 Xie et al. (2019), trust by a validation set; Nguyen et al., "Fast-Convergent Federated Learning"
 (FOLB, 2020); Wang et al. (2020), sampling by gradient norms; all as PPBC's Appendix B states them.
@@ -47,6 +51,9 @@ class Methods(NamedTuple):
 
     assess: Callable
     tell_size: Callable
+
+
+LOOKS = ("all", "minibatch")
 
 
 class Weighting(eqx.Module):
@@ -160,8 +167,11 @@ class DataSize(Weighting):
 class PowerOfChoice(Weighting):
     """Weight clients by their local loss f_m(w), among candidates drawn by data size.
 
+    If a loss is negative, all are shifted by the same amount so that the smallest is 0.
+
     Args:
         candidates: How many candidates are drawn, without replacement; None for all clients.
+        look: `"all"`: a client's loss over all of its samples; `"minibatch"`: over one minibatch.
 
     Example:
         >>> import fedsolve as fs
@@ -172,8 +182,10 @@ class PowerOfChoice(Weighting):
     """
 
     candidates: int | None = static(None)
+    look: str = static("all")
 
     def __check_init__(self):
+        _check_look(self.look)
         if self.candidates is not None:
             check_count("candidates", self.candidates)
 
@@ -191,11 +203,12 @@ class PowerOfChoice(Weighting):
             cohort = draw_proportionally(key, known, self.candidates)
         asked = up if isinstance(up, bool) or jnp.ndim(up) == 0 else up[cohort]
         losses = fed.ask(methods.assess, cohort, when=asked)
-        scores = jnp.where(losses.arrived, jnp.maximum(losses.values, 0), 0)
+        least = jnp.minimum(jnp.min(jnp.where(losses.arrived, losses.values, 0)), 0)
+        scores = jnp.where(losses.arrived, losses.values - least, 0)
         return normalised(jnp.zeros(n, scores.dtype).at[cohort].set(scores)), sizes
 
     def assess(self, client: Client, message: None = None) -> Float[Array, ""]:
-        return client.objective(client.w)
+        return _looking(client, self.look).objective(client.w)
 
     def check(self, problem: Problem) -> None:
         if self.candidates is not None:
@@ -211,6 +224,7 @@ class BANT(Weighting):
     Args:
         step_size: The step of the proposed model.
         momentum: How much of the previous trust is kept.
+        look: The samples of ∇f_m(w), `"all"` or a `"minibatch"`.
 
     Example:
         >>> import fedsolve as fs
@@ -220,8 +234,10 @@ class BANT(Weighting):
 
     step_size: Scalar = eqx.field(converter=scalar("step_size"), default=0.1)
     momentum: Scalar = eqx.field(converter=scalar("momentum"), default=0.5)
+    look: str = static("minibatch")
 
     def __check_init__(self):
+        _check_look(self.look)
         check_positive("step_size", self.step_size)
         check_positive("momentum", self.momentum, zero=True)
 
@@ -240,7 +256,7 @@ class BANT(Weighting):
         return normalised(trust), (trust, known | answers.arrived)
 
     def assess(self, client: Client, message: None = None) -> Vector:
-        return client.grad(client.w)
+        return _looking(client, self.look).grad(client.w)
 
     def check(self, problem: Problem) -> None:
         if problem.validation is None:
@@ -255,10 +271,18 @@ class FOLB(Weighting):
 
     Before the first step all clients have the same weight.
 
+    Args:
+        look: The samples of ∇f_m(w), `"all"` or a `"minibatch"`.
+
     Example:
         >>> import fedsolve as fs
         >>> algorithm = fs.FedAvg(0.1, weighting="FOLB", selection=fs.participation.Top(3))
     """
+
+    look: str = static("minibatch")
+
+    def __check_init__(self):
+        _check_look(self.look)
 
     def init(self, w: Vector, clients: int) -> Vector:
         return jnp.zeros_like(w)
@@ -269,7 +293,7 @@ class FOLB(Weighting):
         return normalised(_scores(fed, methods, up, memory)), memory
 
     def assess(self, client: Client, message: Vector) -> Float[Array, ""]:
-        return jnp.abs(client.grad(client.w) @ message)
+        return jnp.abs(_looking(client, self.look).grad(client.w) @ message)
 
     def learn(self, memory: Vector, direction: Vector) -> Vector:
         return direction
@@ -278,6 +302,9 @@ class FOLB(Weighting):
 class GradientNorm(Weighting):
     """Weight clients by the norm of their gradient, ‖∇f_m(w)‖ (GNS).
 
+    Args:
+        look: The samples of ∇f_m(w), `"all"` or a `"minibatch"`.
+
     Example:
         >>> import fedsolve as fs
         >>> algorithm = fs.FedAvg(
@@ -285,13 +312,18 @@ class GradientNorm(Weighting):
         ... )
     """
 
+    look: str = static("minibatch")
+
+    def __check_init__(self):
+        _check_look(self.look)
+
     def weigh(
         self, fed: Federation, methods: Methods, memory: None, up: Up, key: PRNGKey
     ) -> tuple[Weights, None]:
         return normalised(_scores(fed, methods, up)), None
 
     def assess(self, client: Client, message: None = None) -> Float[Array, ""]:
-        return jnp.linalg.norm(client.grad(client.w))
+        return jnp.linalg.norm(_looking(client, self.look).grad(client.w))
 
 
 def normalised(scores: Float[Array, " n"]) -> Float[Array, " n"]:
@@ -307,6 +339,17 @@ def draw_proportionally(key: PRNGKey, weights: Float[Array, " n"], count: int) -
     """
     noise = jax.random.gumbel(key, weights.shape, weights.dtype)
     return jax.lax.top_k(jnp.log(weights) + noise, min(count, weights.size))[1].astype(jnp.int32)
+
+
+def _check_look(look: str) -> None:
+    """Raise if this does not say at which samples a client looks."""
+    if look not in LOOKS:
+        raise InvalidInput(f'look must be "all" or "minibatch", got {look!r}.')
+
+
+def _looking(client: Client, look: str) -> Client:
+    """Return the client that looks at all of its samples, or at a minibatch."""
+    return client.with_all_samples() if look == "all" else client
 
 
 def _scores(

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from fedsolve.errors import InvalidInput
+from fedsolve.fields import Scalar
 from fedsolve.problem.constraints import Constraint
+from fedsolve.problem.local_pass import Batches, Follows, HasLocalPass, LocalWork, Walked
 from fedsolve.problem.passes import Passes
 from fedsolve.problem.samples import Samples
 from fedsolve.types import Flag, Number, Personal, PRNGKey, PyTree, Round, Vector
@@ -22,6 +24,7 @@ from fedsolve.types import Flag, Number, Personal, PRNGKey, PyTree, Round, Vecto
 if TYPE_CHECKING:
     from fedsolve.problem.problem import Problem
 
+ORDER = 2**31 - 3  # folded into the key of the steps for the order of the samples
 NOISE = 2**31 - 2  # folded into the key of a minibatch for the noise of a random loss
 Slope = tuple[Vector, Any, PyTree]  # by w, by the personal parameters; the next state
 
@@ -74,6 +77,8 @@ class Client:
         >>> client.samples_count, float(client.objective(client.w)), client.grad(client.w).tolist()
         (2, 13.0, [-5.0])
     """
+
+    _uses_all_samples = False
 
     def __init__(
         self,
@@ -152,7 +157,7 @@ class Client:
         """
         samples, batch = self._draw_samples(key), self._problem.batch_size
         scale = 1
-        if batch is not None:
+        if batch is not None and not self._uses_all_samples:
             scale = self.samples_count / batch if self._samples.is_one_set else None
         return self._constraint.measure(self._params(w), samples, scale)
 
@@ -379,6 +384,65 @@ class Client:
         size, drop_last = self._problem.batch_size, self._problem.drop_last
         return epochs * Passes(self._samples, size, drop_last).count
 
+    def local_pass(
+        self,
+        epochs: int | None,
+        steps: int,
+        key: PRNGKey,
+        step_size: Scalar | None,
+        follows: Follows | None,
+        start: Vector,
+    ) -> Walked | None:
+        """Take all local steps in one call, if the objective offers that; else return None."""
+        problem = self._problem
+        objective = problem.objective.function
+        if not isinstance(objective, HasLocalPass):
+            return None
+        if self.personal is not None:
+            if objective.trains_itself:
+                raise InvalidInput("A training loop cannot keep some parameters personal.")
+            return None
+        samples = self._samples
+        if problem.state is not None:
+            samples = dataclasses.replace(samples, state=self.state)
+        work = LocalWork(
+            start,
+            self._params(start),
+            samples,
+            lambda: self._batches(epochs, steps, key),
+            jax.random.fold_in(key, NOISE),
+            epochs is None and steps == 1,
+            step_size,
+            follows,
+            problem.layout.ravel,
+            problem.layout.names(problem.params),
+        )
+        walked = objective.local_pass(work)
+        if walked is not None and self._moves is not None:
+            self._put((self.personal, walked.state))
+        return walked
+
+    def _batches(self, epochs: int | None, steps: int, key: PRNGKey) -> Batches:
+        """Return the minibatches that single steps would have."""
+        size, drop_last = self._problem.batch_size, self._problem.drop_last
+        if epochs is not None:
+            passes = Passes(self._samples, size, drop_last)
+            order = jax.random.fold_in(key, ORDER)
+            each = jnp.arange(epochs)
+            rows = jax.vmap(lambda e: passes.shuffled(jax.random.fold_in(order, e)))(each)
+            if self._samples.order is not None:
+                rows = self._samples.order[rows]
+            most = epochs * -(-rows.shape[1] // passes.size)
+            return Batches(None, epochs, passes.size, drop_last, rows, _noise(key, most))
+        rows = None
+        if size is not None:
+            values = self._samples.values
+            numbers = jax.tree.map(lambda leaf: jnp.arange(len(leaf), dtype=jnp.int32), values)
+            numbered = Samples(numbers, self._samples.mask, self._samples.order)
+            folded = jax.vmap(lambda step: jax.random.fold_in(key, step))(jnp.arange(steps))
+            rows = jax.vmap(lambda own: numbered.draw(own, size).values)(folded)
+        return Batches(steps, 0, 0, False, rows, _noise(key, steps))
+
     @property
     def moved_state(self) -> PyTree:
         """The state after local steps, where it is for the server to average; else None."""
@@ -396,6 +460,16 @@ class Client:
         """
         other = copy.copy(self)
         other._samples = self._samples.subset(key, count)
+        return other
+
+    def with_all_samples(self) -> Client:
+        """Return this client computing from all of its samples, whatever the batch size.
+
+        Returns:
+            A client that draws no minibatches.
+        """
+        other = copy.copy(self)
+        other._uses_all_samples = True
         return other
 
     def remember(self, memory: PyTree) -> None:
@@ -502,11 +576,11 @@ class Client:
 
     def _draw_samples(self, key: PRNGKey | None) -> Samples:
         """Return all samples, or a minibatch if the problem has a batch size."""
-        samples = self._samples
-        if self._now.batch is not None:
+        samples, size = self._samples, self._problem.batch_size
+        if self._now.batch is not None and not self._uses_all_samples:
             samples = self._now.batch
-        elif self._problem.batch_size is not None:
-            samples = samples.draw(self.key if key is None else key, self._problem.batch_size)
+        elif size is not None and not self._uses_all_samples:
+            samples = samples.draw(self.key if key is None else key, size)
         if self._problem.state is None:
             return samples
         return dataclasses.replace(samples, state=self.state)
@@ -515,3 +589,10 @@ class Client:
         """Return samples as for `_draw_samples`, with the key of a random loss."""
         noise = jax.random.fold_in(self.key if key is None else key, NOISE)
         return dataclasses.replace(self._draw_samples(key), noise=noise)
+
+
+def _noise(key: PRNGKey, steps: int) -> Key[Array, " steps"]:
+    """Return the key of each step's noise."""
+    return jax.vmap(lambda step: jax.random.fold_in(jax.random.fold_in(key, step), NOISE))(
+        jnp.arange(steps)
+    )

@@ -72,6 +72,13 @@ class Layout:
         """The length of the vector of a client's personal parameters."""
         return sum(int(np.prod(shape)) for shape, _ in self._parameters(PERSONAL))
 
+    def names(self, params: PyTree) -> tuple[str, ...] | None:
+        """Return the names of the shared parameters; None if all are shared."""
+        if self.kinds is None:
+            return None
+        names = [name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+        return tuple(names[i] for _, i in self._parameters(SHARED))
+
     def ravel(self, params: PyTree, kind: str = SHARED) -> Vector:
         """Return the parameters of one kind as one vector."""
         leaves = jax.tree.leaves(params)

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Leaf, Samples, has_rows
+from fedsolve.problem.samples import Leaf, Pieces, Samples, has_rows, is_pieces
 from fedsolve.types import PRNGKey, Round
 
 
@@ -91,17 +91,20 @@ class Passes:
         index = chosen if order is None else order[chosen]
         rows = jnp.empty(self._rows)
 
-        def take(leaf: Leaf) -> Any:
+        def take(leaf: Leaf | Pieces) -> Any:
+            if isinstance(leaf, Pieces):
+                return leaf.pick(index)
             return leaf[index] if has_rows(leaf, rows) else leaf
 
-        return Samples(jax.tree.map(take, self.samples.values))
+        return Samples(jax.tree.map(take, self.samples.values, is_leaf=is_pieces))
 
 
 def rows_of(samples: Samples) -> int:
     """Return the rows of one client's samples; raise if they are not one set of samples."""
     if isinstance(samples.mask, dict):
         raise InvalidInput("Passes over the data need one set of samples, not several.")
-    lengths = {len(leaf) for leaf in jax.tree.leaves(samples.values) if leaf.ndim > 0}
+    nodes = jax.tree.leaves(samples.values, is_leaf=is_pieces)
+    lengths = {len(leaf) for leaf in nodes if not is_pieces(leaf) and leaf.ndim > 0}
     if samples.mask is not None:
         return len(samples.mask)
     if len(lengths) != 1:

@@ -26,9 +26,10 @@ from fedsolve.problem.client import Client
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
+from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
-from fedsolve.problem.samples import Samples, as_samples, full_mask
-from fedsolve.problem.stacking import pool
+from fedsolve.problem.samples import Samples, full_mask
+from fedsolve.problem.stacking import as_samples, pool
 from fedsolve.types import Personal, PRNGKey, PyTree, Vector
 
 BUFFERS = ("average", "local", "frozen")
@@ -52,8 +53,9 @@ class Problem(eqx.Module):
     Args:
         objective: f_j, a function of (params, one client's data) that returns a scalar; with a
             third argument `key` if it is random, and with `state` if there is one.
-        clients: All clients' data; every leaf has a leading client axis. `stack_clients` makes it
-            from clients of different sizes.
+        clients: All clients' data; every leaf has a leading client axis. Or a list with the data of
+            each client, which may differ in size: dicts or tuples of arrays, PyTorch datasets or
+            loaders, pandas tables.
         params: The initial parameters, in any structure of floating-point arrays.
         constraint: g_j in the same form as `objective`, or a `Constraint`; None for none.
         domain: X, as a `Domain` or as a function that projects parameters onto it.
@@ -322,12 +324,25 @@ class Problem(eqx.Module):
         Returns:
             The new problem; its optimum is not known.
         """
-        objective, constraint = self.given
+        return self._made(self.given[0], clients)
+
+    def with_objective(self, objective: Callable[..., Any]) -> Problem:
+        """Return the same problem with another objective.
+
+        Args:
+            objective: The objective, as for the constructor.
+
+        Returns:
+            The new problem; its optimum is not known.
+        """
+        return self._made(objective, self.samples)
+
+    def _made(self, objective: Callable[..., Any], clients: PyTree) -> Problem:
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
         options |= {"drop_last": self.drop_last, "state": self.state, "buffers": self.buffers}
         options |= {"trainable": self.chosen[0], "personal": self.chosen[1]}
-        return Problem(objective, clients, self.params, constraint, self.domain, **options)
+        return Problem(objective, clients, self.params, self.given[1], self.domain, **options)
 
     def pooled(self) -> Problem:
         """Return the same problem with all samples on one client, for centralized training.
@@ -337,6 +352,12 @@ class Problem(eqx.Module):
         return self.with_clients(pool(self.samples))
 
     # Parts of the model that are not parameters on the server
+
+    @property
+    def trains_itself(self) -> bool:
+        """Whether the objective brings a training loop in place of single local steps."""
+        objective = self.objective.function
+        return isinstance(objective, HasLocalPass) and objective.trains_itself
 
     @property
     def keeps_own(self) -> bool:
@@ -448,7 +469,10 @@ def _check_state(name: str, exact: PerClient, params: PyTree, one: Samples) -> N
     if not isinstance(found, tuple) or len(found) != 2:
         raise InvalidInput(f"With a state, the {name} must return (value, next state).")
     kinds = [
-        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        (
+            jax.tree.structure(tree),
+            [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)],
+        )
         for tree in (one.state, found[1])
     ]
     if kinds[0] != kinds[1]:

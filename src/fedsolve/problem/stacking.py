@@ -1,26 +1,45 @@
-"""Stack clients of different sizes, or pool all clients into one."""
+"""All clients' data as one structure of stacked arrays, or as those of one client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Bool
 
+from fedsolve.data.clients import read_clients, tensors_as_arrays
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Leaf, Mask, Samples
+from fedsolve.problem.samples import Leaf, Mask, Pieces, Samples, is_pieces
 from fedsolve.types import PyTree
 
 
-def stack_clients(clients: Sequence[PyTree]) -> dict[str, PyTree] | Samples:
+def as_samples(clients: object) -> Samples:
+    """Return the data that a user gave for all clients as samples with their mask.
+
+    Clients that are given one by one have a mask only if they differ in size.
+    """
+    if isinstance(clients, Samples):
+        return clients
+    if (each := read_clients(clients)) is not None:
+        stacked = _stack(each)
+        return stacked if _is_padded(stacked.mask) else Samples(stacked.values)
+    clients = tensors_as_arrays(clients)
+    if isinstance(clients, dict) and all(np.ndim(m) == 2 for m in _leaves(clients.get("mask"))):
+        return Samples({k: v for k, v in clients.items() if k != "mask"}, clients["mask"])
+    return Samples(clients)
+
+
+def stack_clients(clients: object) -> dict[str, PyTree] | Samples:
     """Stack clients' data on a leading axis, and pad clients that have fewer samples.
 
     Padding repeats a client's first sample, so it is never a value that the client does not have.
 
     Args:
-        clients: The data of each client: arrays with samples on their first axis, as one array or
-            as a tuple or dict of arrays.
+        clients: The data of each client, in a list: arrays with samples on their first axis, as one
+            array or as a tuple or dict of arrays; or another form that `Problem` takes (a PyTorch
+            `Dataset` or `DataLoader`, or a pandas `DataFrame`).
 
     Returns:
         For dicts, a dict with one more entry, `"mask"`: true for real samples, of shape (clients,
@@ -41,13 +60,33 @@ def stack_clients(clients: Sequence[PyTree]) -> dict[str, PyTree] | Samples:
         >>> data["mask"].tolist()
         [[True, True, True], [True, False, False]]
     """
-    clients = list(clients)
+    if isinstance(clients, Iterator | tuple):
+        clients = list(clients)
+    each = read_clients(clients, arrays=True)
+    if each is None:
+        raise InvalidInput("stack_clients needs a list with the data of each client.")
+    stacked = _stack(each)
+    if isinstance(stacked.values, dict):
+        return {**stacked.values, "mask": stacked.mask}
+    return stacked
+
+
+def _stack(clients: Sequence[PyTree]) -> Samples:
+    """Stack clients' arrays, with a mask of the real samples."""
     _check_same_structure(clients)
-    arrays = [jax.tree.map(np.asarray, client) for client in clients]
-    _check_have_samples(arrays)
-    stacked = jax.tree.map(lambda *leaves: _pad(leaves), *arrays)
-    mask = _mask_of(arrays)
-    return {**stacked, "mask": mask} if isinstance(stacked, dict) else Samples(stacked, mask)
+    _check_have_samples(clients)
+    _check_same_shapes(clients)
+    return Samples(jax.tree.map(lambda *leaves: _pad(leaves), *clients), _mask_of(clients))
+
+
+def _leaves(mask: Mask) -> list[Any]:
+    """Return the mask's leaves; for no mask, one leaf without axes."""
+    return jax.tree.leaves(mask) or [None]
+
+
+def _is_padded(mask: Mask) -> bool:
+    """Return whether some sample is not real."""
+    return not all(leaf.all() for leaf in jax.tree.leaves(mask))
 
 
 def pool(samples: Samples) -> Samples:
@@ -64,27 +103,52 @@ def pool(samples: Samples) -> Samples:
         return rows[None]
 
     mask = samples.mask
+
+    def join_any(leaf: Leaf | Pieces, mask: Mask) -> np.ndarray | Pieces:
+        return _pool_pieces(leaf, mask) if isinstance(leaf, Pieces) else join(leaf, mask)
+
     if isinstance(mask, dict):
         values = {
-            name: jax.tree.map(lambda leaf, name=name: join(leaf, mask[name]), entry)
+            name: jax.tree.map(
+                lambda leaf, name=name: join_any(leaf, mask[name]), entry, is_leaf=is_pieces
+            )
             for name, entry in samples.values.items()
         }
     else:
-        values = jax.tree.map(lambda leaf: join(leaf, mask), samples.values)
+        values = jax.tree.map(lambda leaf: join_any(leaf, mask), samples.values, is_leaf=is_pieces)
     return Samples(values, jax.tree.map(lambda real: join(real, real), mask))
+
+
+def _pool_pieces(pieces: Pieces, mask: Mask) -> Pieces:
+    """Return all clients' pieces as those of one client, without the ones that pad."""
+    real, owner = np.asarray(mask), np.asarray(pieces.owner)
+    place = np.cumsum(real.ravel()).reshape(real.shape) - 1  # of each sample in the pool
+    kept = owner < real.shape[1]
+    client = np.nonzero(kept)[0]
+    values = jax.tree.map(lambda leaf: np.asarray(leaf)[kept][None], pieces.values)
+    return Pieces(values, place[client, owner[kept]].astype(np.int32)[None], pieces.most)
 
 
 def _check_same_structure(clients: Sequence[PyTree]) -> None:
     """Raise if there are no clients, or they cannot be stacked entry by entry."""
     if not clients:
         raise InvalidInput("There are no clients: stack_clients needs at least one.")
-    structures = {jax.tree.structure(client) for client in clients}
-    if len(structures) > 1:
-        raise InvalidInput("Every client's data must have the same structure (the same entries).")
+    for index, client in enumerate(clients):
+        if jax.tree.structure(client) != jax.tree.structure(clients[0]):
+            raise InvalidInput(
+                "Every client's data must have the same structure (the same entries): client 0 has "
+                f"{_entries(clients[0])}, client {index} has {_entries(client)}."
+            )
     if isinstance(clients[0], Mapping) and "mask" in clients[0]:
         raise InvalidInput(
             'stack_clients adds an entry "mask"; the data must not have one already.'
         )
+
+
+def _entries(data: PyTree) -> str:
+    """Return the names of a client's entries as text."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(data)]
+    return ", ".join(name or "an array" for name in names) or "none"
 
 
 def _check_have_samples(arrays: Sequence[PyTree]) -> None:
@@ -96,6 +160,20 @@ def _check_have_samples(arrays: Sequence[PyTree]) -> None:
                 raise InvalidInput(f"Client {index}: {name} is a scalar; samples need an axis.")
             if len(leaf) == 0:
                 raise InvalidInput(f"Client {index} has no samples in {name}.")
+
+
+def _check_same_shapes(arrays: Sequence[PyTree]) -> None:
+    """Raise if clients' samples differ in shape or type."""
+    first = jax.tree.leaves(arrays[0])
+    for index, client in enumerate(arrays):
+        for (path, leaf), wanted in zip(jax.tree.leaves_with_path(client), first, strict=True):
+            if (leaf.shape[1:], leaf.dtype) != (wanted.shape[1:], wanted.dtype):
+                name = jax.tree_util.keystr(path) or "its data"
+                raise InvalidInput(
+                    "Clients' samples must have the same shape and type: those of client 0 in "
+                    f"{name} are {wanted.shape[1:]} of {wanted.dtype}, those of client {index} "
+                    f"{leaf.shape[1:]} of {leaf.dtype}."
+                )
 
 
 def _mask_of(arrays: Sequence[PyTree]) -> Mask:
@@ -119,8 +197,6 @@ def _mask_of(arrays: Sequence[PyTree]) -> Mask:
 
 def _pad(leaves: Sequence[np.ndarray]) -> np.ndarray:
     """Stack one array of each client, padded to the longest."""
-    if len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) > 1:
-        raise InvalidInput("Clients' samples must have the same shape and type.")
     longest = max(map(len, leaves))
     stacked = np.empty((len(leaves), longest, *leaves[0].shape[1:]), leaves[0].dtype)
     for row, leaf in zip(stacked, leaves, strict=True):

@@ -11,7 +11,13 @@ from fedsolve.problems.images import discovery_game, images
 from fedsolve.problems.neyman_pearson import neyman_pearson
 from fedsolve.problems.phase_retrieval import phase_retrieval
 from fedsolve.problems.regression import linear_regression, logistic, logistic_regression
-from fedsolve.problems.sparse import like_real_sim, read_libsvm, sparse_logistic, sparse_regression
+from fedsolve.problems.sparse import (
+    like_real_sim,
+    newsgroups,
+    read_libsvm,
+    sparse_logistic,
+    sparse_regression,
+)
 
 # The problems that a configuration file may name, in the order in which they are listed to users.
 BY_NAME: dict[str, Callable[..., Problem]] = {
@@ -20,6 +26,7 @@ BY_NAME: dict[str, Callable[..., Problem]] = {
     "images": images,
     "linear_regression": linear_regression,
     "logistic": logistic,
+    "newsgroups": newsgroups,
     "sparse_logistic": sparse_logistic,
     "neyman_pearson": neyman_pearson,
     "phase_retrieval": phase_retrieval,
@@ -36,6 +43,7 @@ __all__ = [
     "linear_regression",
     "logistic",
     "logistic_regression",
+    "newsgroups",
     "neyman_pearson",
     "phase_retrieval",
     "read_libsvm",

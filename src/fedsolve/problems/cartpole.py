@@ -31,7 +31,8 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.samples import Samples, as_samples
+from fedsolve.problem.samples import Samples
+from fedsolve.problem.stacking import as_samples
 from fedsolve.problems import trpo
 from fedsolve.problems.cartpole_environment import States, Trajectories, draw, policy, scaled
 from fedsolve.types import Number, PRNGKey, Vector

@@ -30,13 +30,15 @@ def linear_regression(
     largest: int = 150,
     seed: int = 0,
     batch_size: int | None = None,
+    variant: str = "paper",
 ) -> Problem:
     """Fit least squares on samples from three distributions (Example 5.1).
 
     d_i is uniform in [`smallest`, `largest`] and d = Σ d_i. Of all samples (a, b) ⌈d/3⌉ are
     standard normal, ⌈d/3⌉ are Student-t with 5 degrees of freedom, and the others are uniform in
     [−5, 5]; then they are shuffled and divided. Data are float32, padded to `largest` samples, so
-    that all instances have the same shapes.
+    that all instances have the same shapes. In the authors' released program only ⌈m/3⌉ samples
+    are Student-t and ⌈m/3⌉ uniform, for m clients, and the others are normal.
 
     Args:
         clients: The number of clients.
@@ -45,12 +47,14 @@ def linear_regression(
         largest: The largest number of samples of a client.
         seed: Seed of the data.
         batch_size: The size of minibatches; None for all samples of a client.
+        variant: `"paper"`, or `"released"` for the data of the authors' program.
 
     Returns:
         The problem.
 
     Raises:
-        InvalidInput: If a count is not positive, or `largest` is less than `smallest`.
+        InvalidInput: If a count is not positive, `largest` is less than `smallest`, or `variant` is
+            not known.
 
     Example:
         >>> import fedsolve as fs
@@ -64,9 +68,14 @@ def linear_regression(
         raise InvalidInput(f"largest must be at least smallest ({smallest}), got {largest}.")
     rng = np.random.default_rng(seed)
     sizes = rng.integers(smallest, largest + 1, clients)
-    total, third = int(sizes.sum()), -(-int(sizes.sum()) // 3)
+    total = int(sizes.sum())
+    third = -(-total // 3)
+    amounts = [third, third, total - 2 * third]
+    if released(variant):
+        few = -(-clients // 3)
+        amounts = [total - 2 * few, few, few]
     # The distributions are shuffled, and each sample is drawn at its place: no second copy.
-    kinds = rng.permutation(np.repeat([0, 1, 2], [third, third, total - 2 * third]))
+    kinds = rng.permutation(np.repeat([0, 1, 2], amounts))
     inputs = _aligned((clients, largest, size))
     targets = np.zeros((clients, largest), np.float32)
     for client, own in enumerate(np.split(kinds, np.cumsum(sizes)[:-1])):
@@ -89,25 +98,31 @@ def logistic(
     regularisation: float = 0.001,
     seed: int = 0,
     batch_size: int | None = None,
-    unit_columns: bool = False,
+    unit_columns: bool | None = None,
+    split: str = "random",
+    variant: str = "paper",
 ) -> Problem:
     """Fit ℓ2-regularised logistic regression on QSAR oral toxicity (Example 5.2).
 
-    The data are 8992 molecules of 1024 bits, divided at random in equal parts.
+    The data are 8992 molecules of 1024 bits, shuffled and cut at random points. The authors'
+    released program scales every column to length 1, which the paper does not mention, and has
+    λ/(2 d_i) ‖w‖² in place of λ/2 ‖w‖².
 
     Args:
         clients: The number of clients.
         regularisation: λ.
         seed: Seed of the division.
         batch_size: The size of minibatches; None for all samples of a client.
-        unit_columns: Whether every column is scaled to length 1, as in the authors' released code,
-            which the paper does not mention.
+        unit_columns: Whether every column is scaled to length 1; None for the variant's choice.
+        split: `"random"` or `"equal"`, see `logistic_regression`.
+        variant: `"paper"`, or `"released"` for the problem of the authors' program.
 
     Returns:
         The problem.
 
     Raises:
-        InvalidInput: If the data set cannot be loaded, or there are more clients than samples.
+        InvalidInput: If the data set cannot be loaded, there are more clients than samples, or
+            `split` or `variant` is not known.
 
     Example:
         >>> import fedsolve as fs
@@ -119,10 +134,11 @@ def logistic(
 
     found = load("qsar_oral_toxicity").train
     inputs = np.asarray(found["x"], np.float32)
-    if unit_columns:
+    if released(variant) if unit_columns is None else unit_columns:
         lengths = np.linalg.norm(inputs, axis=0)
         inputs = inputs / np.where(lengths > 0, lengths, 1)
-    return logistic_regression(inputs, found["y"], clients, regularisation, seed, batch_size)
+    options = {"batch_size": batch_size, "split": split, "variant": variant}
+    return logistic_regression(inputs, found["y"], clients, regularisation, seed, **options)
 
 
 def logistic_regression(
@@ -132,10 +148,13 @@ def logistic_regression(
     regularisation: float = 0.001,
     seed: int = 0,
     batch_size: int | None = None,
+    split: str = "equal",
+    variant: str = "paper",
 ) -> Problem:
     """Fit ℓ2-regularised logistic regression on any data (Example 5.2).
 
-    Samples are divided at random in parts that differ by at most one sample.
+    Samples are shuffled and divided: in parts that differ by at most one sample, or at random
+    points, as in the experiments of FedADMM's authors.
 
     Args:
         inputs: One row for each sample.
@@ -144,12 +163,16 @@ def logistic_regression(
         regularisation: λ, at least 0.
         seed: Seed of the division.
         batch_size: The size of minibatches; None for all samples of a client.
+        split: `"equal"`; or `"random"` for any division with the same probability in which every
+            client has more than a fortieth of the mean number of samples.
+        variant: `"paper"` for λ/2 ‖w‖², `"released"` for λ/(2 d_i) ‖w‖².
 
     Returns:
         The problem.
 
     Raises:
-        InvalidInput: If there are more clients than samples, or `regularisation` is negative.
+        InvalidInput: If there are more clients than samples, `regularisation` is negative, or
+            `split` or `variant` is not known.
 
     Example:
         >>> import fedsolve as fs
@@ -159,13 +182,13 @@ def logistic_regression(
         >>> problem.samples.mask.sum(axis=1).tolist()
         [3, 2]
     """
-    parts = deal(len(labels), clients, seed)
+    parts = deal(len(labels), clients, seed, split)
     check_positive("regularisation", regularisation, zero=True)
     width = max(map(len, parts))
     index = np.stack([np.append(part, np.full(width - len(part), part[0])) for part in parts])
     mask = np.arange(width) < np.asarray([len(part) for part in parts])[:, None]
     return Problem(
-        objective=LogisticLoss(regularisation),
+        objective=LogisticLoss(regularisation, released(variant)),
         clients={
             "inputs": np.asarray(inputs, np.float32)[index],
             "labels": np.asarray(labels, np.float32)[index],
@@ -176,12 +199,29 @@ def logistic_regression(
     )
 
 
-def deal(samples: int, clients: int, seed: int) -> list[np.ndarray]:
-    """Shuffle the samples' indices and divide them in equal parts."""
+def deal(samples: int, clients: int, seed: int, split: str = "equal") -> list[np.ndarray]:
+    """Shuffle the samples' indices and divide them in equal parts, or at random points."""
     check_count("clients", clients)
+    if split not in ("equal", "random"):
+        raise InvalidInput(f'split must be "equal" or "random", got {split!r}.')
     if clients > samples:
         raise InvalidInput(f"{clients} clients cannot each have one of {samples} samples.")
-    return np.array_split(np.random.default_rng(seed).permutation(samples), clients)
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(samples)
+    if split == "equal":
+        return np.array_split(shuffled, clients)
+    # Each part has `spare` samples and a part, not empty, of what is then left.
+    spare = samples // (40 * clients)
+    rest = samples - spare * clients
+    cuts = np.sort(rng.choice(np.arange(1, rest), clients - 1, replace=False))
+    return np.split(shuffled, cuts + spare * np.arange(1, clients))
+
+
+def released(variant: str) -> bool:
+    """Return whether the variant is that of the authors' released program; raise if unknown."""
+    if variant not in ("paper", "released"):
+        raise InvalidInput(f'variant must be "paper" or "released", got {variant!r}.')
+    return variant == "released"
 
 
 def squared_loss(w: Vector, data: Rows) -> Float[Array, ""]:
@@ -193,10 +233,12 @@ def squared_loss(w: Vector, data: Rows) -> Float[Array, ""]:
 class LogisticLoss(eqx.Module):
     """The mean logistic loss of margins ⟨a, w⟩ and labels 0 or 1, plus λ/2 ‖w‖².
 
-    Two instances with the same λ are equal, so that they share a compiled program.
+    Two instances with the same λ are equal, so that they share a compiled program. With `shared`,
+    λ is divided by the number of samples.
     """
 
     regularisation: float = eqx.field(static=True)
+    shared: bool = eqx.field(static=True, default=False)
 
     def __call__(self, w: Vector, data: Rows) -> Float[Array, ""]:
         """Compute the loss of one client."""
@@ -207,7 +249,9 @@ class LogisticLoss(eqx.Module):
     ) -> Float[Array, ""]:
         """Compute the loss from the margins."""
         loss = jnp.where(mask, softplus(margin) - labels * margin, 0)
-        return jnp.sum(loss) / jnp.sum(mask) + 0.5 * self.regularisation * jnp.sum(w**2)
+        count = jnp.sum(mask)
+        ridge = 0.5 * self.regularisation * jnp.sum(w**2)
+        return jnp.sum(loss) / count + (ridge / count if self.shared else ridge)
 
 
 def _aligned(shape: tuple[int, ...]) -> Float[np.ndarray, "..."]:

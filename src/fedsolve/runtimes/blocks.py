@@ -47,13 +47,13 @@ def map_clients(
     clients = jax.tree.leaves(data)[0].shape[0]
     rows = rows or (isinstance(cohort, np.ndarray) and len(cohort) == clients)
     if options.mesh is not None:
-        size = options.clients_at_once or _block_size(data, len(cohort))
+        size = options.clients_at_once or block_size(data, len(cohort))
         if not rows and size is not None and clients % options.mesh.size == 0:
             return _where_data_are(function, jnp.asarray(cohort), data, size, options.mesh)
         return _on_each_device(function, cohort, data, options, rows)
     size = options.clients_at_once
     if size is None:
-        size = _block_size(data, len(cohort))
+        size = block_size(data, len(cohort))
     who = jnp.asarray(cohort)
     if size is None and rows:
         return function(who, *data)
@@ -141,7 +141,7 @@ def _where_data_are(
     return jax.tree.map(lambda leaf: leaf[cohort // each, np.arange(count)], found)
 
 
-def _block_size(data: PyTree, cohort: int) -> int | None:
+def block_size(data: PyTree, cohort: int) -> int | None:
     """Return how many clients fit into the cache; None where the whole cohort does."""
     leaves = jax.tree.leaves(data)
     each = sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in leaves)

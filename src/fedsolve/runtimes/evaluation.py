@@ -17,9 +17,11 @@ from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.blocks import map_clients
+from fedsolve.runtimes.whole import is_light
 from fedsolve.types import Info, PRNGKey, PyTree, Round, Vector
 
 Values = dict[str, PyTree]  # by quantity, one row for each client
+GRADIENTS = "clients' gradients"  # an entry that is not for the history
 Shares = Float[Array, " n"] | None  # what each client counts in a weighted objective
 
 
@@ -30,6 +32,7 @@ def client_values(
     first: Round = 0,
     options: RoundOptions | None = None,
     gradient: bool = False,
+    own_gradients: bool = False,
     memory: PyTree = None,
 ) -> Values:
     """Return `problem.values` of each client.
@@ -42,8 +45,10 @@ def client_values(
         options: How clients are computed: how many at once, on which devices.
         gradient: Whether to add the entry `gradient`: sums of gradients of objectives, one row for
             each block of clients, so that there need not be one for each client.
+        own_gradients: Whether that entry has one row for each client.
         memory: What clients keep, one row each, where they keep parts of the model.
     """
+    options = options or RoundOptions()
     keeps = problem.keeps_own
     if keeps and memory is None:
         raise InvalidInput(
@@ -54,7 +59,19 @@ def client_values(
         own = None if key is None else jax.random.fold_in(key, first + index)
         return problem.values(w, samples, own, *kept)
 
+    def each(indices: Int[Array, " b"], samples: Samples) -> Values:
+        def objective(w: Vector, index: Round, samples: Samples) -> tuple[Float[Array, ""], Values]:
+            found = one(w, index, samples)
+            return found["objective"], found
+
+        slopes = jax.vmap(jax.grad(objective, has_aux=True), in_axes=(None, 0, 0))
+        slope, found = slopes(w, indices, samples)
+        return found | {"gradient": slope}
+
     def block(indices: Int[Array, " b"], samples: Samples, *kept: PyTree) -> Values:
+        if own_gradients:
+            return each(indices, samples)
+
         def total(w: Vector) -> tuple[Float[Array, ""], Values]:
             axes = (None, 0, 0, *(0 for _ in kept))
             found = jax.vmap(one, in_axes=axes)(w, indices, samples, *kept)
@@ -66,8 +83,12 @@ def client_values(
         return found | {"gradient": slope[None]}
 
     everyone = np.arange(problem.n, dtype=np.int32)
+    if own_gradients and options.mesh is None and options.clients_at_once is None:
+        alone = jax.tree.map(lambda leaf: leaf[:1], problem.samples)
+        if is_light(lambda samples: each(jnp.arange(1), samples), alone):
+            return each(jnp.asarray(everyone), problem.samples)
     data = (problem.samples, memory) if keeps else (problem.samples,)
-    return map_clients(block, everyone, data, options or RoundOptions())
+    return map_clients(block, everyone, data, options)
 
 
 def evaluate(
@@ -76,13 +97,20 @@ def evaluate(
     key: PRNGKey | None = None,
     options: RoundOptions | None = None,
     shares: Shares = None,
+    keep: bool = False,
     memory: PyTree = None,
 ) -> Info:
-    """Return f and g over all clients, the metrics, and what else is to be followed, at w."""
+    """Return f and g over all clients, the metrics, and what else is to be followed, at w.
+
+    With `keep`, also the clients' gradients, as `GRADIENTS`.
+    """
     options = RoundOptions() if options is None else options
     gradient = options.wants_gradient
-    values = client_values(problem, w, key, options=options, gradient=gradient, memory=memory)
+    given = {"options": options, "gradient": gradient, "own_gradients": keep, "memory": memory}
+    values = client_values(problem, w, key, **given)
     found = combined(problem, w, values, shares)
+    if keep:
+        found[GRADIENTS] = values["gradient"]
     for name, diagnostic in options.follow:
         told = diagnostic(problem, problem.params_at(w))
         for path, leaf in jax.tree.leaves_with_path(told):
@@ -92,23 +120,28 @@ def evaluate(
 
 
 def evaluate_state(
-    problem: Problem, algorithm: Algorithm, state: State, options: RoundOptions
+    problem: Problem,
+    algorithm: Algorithm,
+    state: State,
+    options: RoundOptions,
+    keep: bool = False,
 ) -> Info:
     """Evaluate after a round, with the compression error that clients hold back there."""
     shares = algorithm.objective_weights(state.server, state.participation)
     problem = state.problem_now(problem)
-    found = evaluate(problem, state.w, state.evaluation_key, options, shares, state.memory)
+    found = evaluate(problem, state.w, state.evaluation_key, options, shares, keep, state.memory)
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 
 
 def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None) -> Info:
-    """Return f, g and the metrics at w from clients' values there.
+    """Return f, g and the metrics at w from clients' values there, and of how many clients.
 
     With `shares` there is also the f (and the g, where it is a mean) in which clients count by
     these. With an entry `gradient` there is also ‖∇f(w)‖².
     """
     found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
+    found["clients_evaluated"] = jnp.int32(len(values["objective"]))
     if "gradient" in values:
         parts = values["gradient"]  # of some clients together each
         slope = weighted_sum(jnp.full(len(parts), 1 / len(values["objective"])), parts)

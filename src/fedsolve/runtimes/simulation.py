@@ -7,6 +7,7 @@ rounds as it is told and evaluates at its end.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,21 +22,28 @@ from jaxtyping import Array, Int
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
+from fedsolve.federation.known import Known, can_be_known
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.base import Advanced, Runtime
-from fedsolve.runtimes.blocks import map_clients
+from fedsolve.runtimes.blocks import block_size, map_clients
 from fedsolve.runtimes.chunks import Spans, padded
-from fedsolve.runtimes.evaluation import evaluate_state
+from fedsolve.runtimes.evaluation import GRADIENTS, evaluate_state
 from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
-from fedsolve.types import Cohort, Flag, Flags, Info, PyTree, Reply, Round
+from fedsolve.types import Cohort, Flag, Flags, Info, PyTree, Reply, Round, Vector
 
 
 class Simulation(Federation):
-    """A federation inside one compiled program."""
+    """A federation inside one compiled program.
+
+    `known`: the clients' gradients at the w of the last evaluation, for algorithms that begin with
+    them; valid as long as nothing was published.
+    """
+
+    known: Known | None = None
 
     def _deliver(self, exchange: Exchange, cohort: Cohort, asked: Flags) -> tuple[Reply, Flags]:
         arrived = self._arrived(exchange, cohort, asked)
@@ -46,14 +54,31 @@ class Simulation(Federation):
         def take(leaf: Array) -> Array:
             return leaf if whole else leaf[rows]
 
-        def answer(index: Int[Array, ""], samples: Samples, state: PyTree) -> tuple[PyTree, Reply]:
-            moved, reply = exchange.answer(index, samples, state)
+        def answer(
+            index: Int[Array, ""],
+            samples: Samples | Callable[[], Samples],
+            state: PyTree,
+            known: Known | None = None,
+        ) -> tuple[PyTree, Reply]:
+            moved, reply = exchange.answer(index, samples, state, known)
             before, after = jax.tree.leaves(state), jax.tree.leaves(moved)
             untouched[:] = [a is b for a, b in zip(before, after, strict=True)]
             return moved, jax.tree.map(jnp.asarray, reply)
 
+        def informed(index: Int[Array, ""], state: PyTree, slope: Vector) -> tuple[PyTree, Reply]:
+            def read() -> Samples:
+                return jax.tree.map(lambda leaf: leaf[index], self._problem.samples)
+
+            assert self.known is not None
+            return answer(index, read, state, Known(self.known.valid, slope))
+
         def run(states: PyTree) -> tuple[PyTree, Reply]:
             data = self._problem.samples, states
+            if self.known is not None and exchange.w is self._state.w:
+                together = block_size(data, len(cohort))
+                options = dataclasses.replace(self._options, clients_at_once=together)
+                data = states, self.known.gradients
+                return map_clients(jax.vmap(informed), cohort, data, options, rows=whole)
             return map_clients(jax.vmap(answer), cohort, data, self._options, rows=whole)
 
         if isinstance(asked, jax.Array):
@@ -117,38 +142,69 @@ def advance(
     options = RoundOptions() if options is None else options
     rule = options.stop
 
-    def step(state: State) -> tuple[State, Info]:
-        state, info = Simulation(problem, state, options).play(algorithm)
+    reuses = reuses_gradients(problem, algorithm, options)
+
+    def step(state: State, known: Known | None) -> tuple[State, Info]:
+        fed = Simulation(problem, state, options)
+        fed.known = known
+        state, info = fed.play(algorithm)
         return kept(state, problem.n, options.mesh), info
 
-    def evaluate(state: State, info: Info) -> Info:
-        found = evaluate_state(problem, algorithm, state, options)
+    def evaluate(state: State, info: Info) -> tuple[Info, Known | None]:
+        found = evaluate_state(problem, algorithm, state, options, reuses)
+        known = Known(jnp.asarray(True), found.pop(GRADIENTS)) if reuses else None
         if rule is not None:
             found["stopped"] = jnp.asarray(rule(info | found), bool)
-        return found
+        return found, known
+
+    unknown = None
+    if reuses:
+        rows = jnp.zeros((problem.n, state.w.size), state.w.dtype)
+        unknown = Known(jnp.asarray(False), rows)
 
     # One trace serves both the shapes and the program.
-    run_step, (_, shapes) = _traced(step, state)
-    run_evaluate, found_shapes = _traced(evaluate, state, shapes)
+    run_step, (_, shapes) = _traced(step, state, unknown)
+    run_evaluate, (found_shapes, _) = _traced(evaluate, state, shapes)
 
-    def body(_: Round, carry: tuple[State, Info]) -> tuple[State, Info]:
-        return run_step(carry[0])
+    def body(_: Round, carry: tuple[State, Info, Known | None]) -> tuple[State, Info, Known | None]:
+        state, _, known = carry
+        state, info = run_step(state, known)
+        return state, info, None if known is None else known._replace(valid=jnp.asarray(False))
 
-    def slot(carry: tuple[State, Flag], span: Int[Array, "3"]) -> tuple[PyTree, Info]:
-        (state, stopped), (start, stop, wanted) = carry, span
+    def slot(carry: tuple[State, Flag, Known | None], span: Int[Array, "3"]) -> tuple[PyTree, Info]:
+        (state, stopped, known), (start, stop, wanted) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        state, info = lax.fori_loop(start, jnp.where(stopped, start, stop), body, (state, nothing))
-        found = lax.cond(
+        stop = jnp.where(stopped, start, stop)
+        state, info, known = lax.fori_loop(start, stop, body, (state, nothing, known))
+        found, known = lax.cond(
             (wanted > 0) & ~stopped,
-            run_evaluate,
-            lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
+            lambda state, info, _: run_evaluate(state, info),
+            lambda _, __, known: (
+                jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found_shapes),
+                known,
+            ),
             state,
             info,
+            known,
         )
-        return (state, stopped | found.get("stopped", False)), info | found
+        return (state, stopped | found.get("stopped", False), known), info | found
 
-    (state, _), entries = lax.scan(slot, (state, jnp.asarray(stopped)), jnp.asarray(spans))
+    carry = state, jnp.asarray(stopped), unknown
+    (state, _, _), entries = lax.scan(slot, carry, jnp.asarray(spans))
     return state, everywhere(entries, options.mesh)
+
+
+def reuses_gradients(problem: Problem, algorithm: Algorithm, options: RoundOptions) -> bool:
+    """Return whether clients' gradients are kept from an evaluation for the next round.
+
+    Only where they are small beside the clients' data, so that to keep them costs little.
+    """
+    wanted = options.wants_gradient and algorithm.begins_with_gradients
+    if not wanted or options.mesh is not None or not can_be_known(problem):
+        return False
+    data = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(problem.samples))
+    gradients = problem.n * problem.dimension * jnp.result_type(float).itemsize
+    return gradients <= data / 8
 
 
 def _traced(function: Callable[..., Any], *given: PyTree) -> tuple[Callable[..., Any], PyTree]:

@@ -71,6 +71,11 @@ class Options:
         if self.followed and self.runtime == "streamed":
             raise InvalidInput("The streamed runtime follows f, g and the metrics only.")
         how_often("checkpoint_every", self.checkpoint_every)
+        if problem.trains_itself and not algorithm.trains_models:
+            raise InvalidInput(
+                f"{type(algorithm).__name__} takes no local steps that a training loop can "
+                "replace; use FedAvg, PPBC, FedSGM or another algorithm with local steps."
+            )
         if (problem.keeps_own or problem.averages_state) and not algorithm.trains_models:
             raise InvalidInput(
                 f"{type(algorithm).__name__} moves w alone: it cannot train personal parameters, "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # slow imports, and a package above this one
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    from fedsolve.theory import Certificate
+    from fedsolve.theory import Certificate, PPBCCertificate
 
 Settings = Mapping[str, object]  # what a sweep changed, by field
 Columns = Mapping[str, np.ndarray]
@@ -34,14 +34,15 @@ class Run:
 
     Columns of `history` that every run has: `round`; `objective` and `constraint`, over all clients
     at the parameters after that round (where clients choose what they count, `weighted_objective`,
-    Σ p_i f_i, is what is minimised); `bytes_up` and `bytes_down`, what all participants sent and
-    received in the round; `messages_up` and `messages_down`, answers and questions; `vectors_up`,
-    answers with a vector in them and not only single numbers (a loss, a norm), as PPBC's paper
-    counts communications. `…_total` is since the start. With a clock, `seconds` is the time that
-    the round would have taken. Where they apply: `compression_error`, ‖x − w‖ / ‖x‖, how far the
-    clients' w is from the server's x where the downlink is compressed; `uplink_error`,
-    η‖(1/n) Σ e_j‖ / ‖w‖, how far w would move if clients sent what a biased uplink holds back (not
-    in streamed and deployed runs, where clients' states are elsewhere).
+    Σ p_i f_i, is what is minimised); `clients_evaluated`, the number of these clients, which is
+    smaller only in a deployment where a site did not answer; `bytes_up` and `bytes_down`, what all
+    participants sent and received in the round; `messages_up` and `messages_down`, answers and
+    questions; `vectors_up`, answers with a vector in them and not only single numbers (a loss, a
+    norm), as PPBC's paper counts communications. `…_total` is since the start. With a clock,
+    `seconds` is the time that the round would have taken. Where they apply: `compression_error`, ‖x
+    − w‖ / ‖x‖, how far the clients' w is from the server's x where the downlink is compressed;
+    `uplink_error`, η‖(1/n) Σ e_j‖ / ‖w‖, how far w would move if clients sent what a biased uplink
+    holds back (not in streamed and deployed runs, where clients' states are elsewhere).
 
     Args:
         params: The parameters after the last round, in the problem's own structure.
@@ -168,7 +169,7 @@ class Run:
 
     def certificate(
         self, optimum: float | int | None = None, accuracy: float = 1e-6
-    ) -> Certificate:
+    ) -> Certificate | PPBCCertificate:
         """Compare what a theorem promised (`FedSGM.from_theory`) with what was reached.
 
         Args:

@@ -15,12 +15,18 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import Stop
-from fedsolve.fields import Scalar, check_positive, scalar
+from fedsolve.fields import Scalar, check_count, check_positive, optional, scalar
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Flag, PyTree
+
+Limit = UInt32[Array, "2"] | UInt32[np.ndarray, "2"] | None  # in units of 2^16, and the rest
 
 
 class Stationary(eqx.Module):
@@ -103,8 +109,8 @@ class StationaryForSize(eqx.Module):
     There are n parameters, m clients and d samples.
 
     Args:
-        accuracy: ε.
-        test: `"paper"`; or `"code"`, which compares ‖∇f(w)‖²/m² instead.
+        accuracy: ε; None for that of Example 5.1, see `fedsolve.theory.fedadmm.tolerance`.
+        test: `"paper"`; or `"code"` for the test of the authors' program.
 
     Example:
         >>> import fedsolve as fs
@@ -113,20 +119,90 @@ class StationaryForSize(eqx.Module):
         'Stationary'
     """
 
-    accuracy: Scalar = eqx.field(converter=scalar("accuracy"), default=1e-3)
+    accuracy: Scalar | None = eqx.field(converter=optional(scalar("accuracy")), default=None)
     test: str = eqx.field(static=True, default="paper")
 
     def __check_init__(self):
-        check_positive("accuracy", self.accuracy)
+        if self.accuracy is not None:
+            check_positive("accuracy", self.accuracy)
 
     def of(self, problem: Problem) -> Stationary:
         """Return the rule for a problem."""
         from fedsolve.theory.fedadmm import tolerance
 
-        return Stationary(tolerance(problem, float(self.accuracy), self.test))
+        accuracy = None if self.accuracy is None else float(self.accuracy)
+        return Stationary(tolerance(problem, accuracy, self.test))
 
     def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
         raise InvalidInput("StationaryForSize is a rule for a problem: use its of(problem).")
+
+
+class Spent(eqx.Module):
+    """Stop when a budget is used up: after the first evaluated round with so much or more.
+
+    So runs of different algorithms can be compared at equal communication. A round is not cut: the
+    history's totals say by how much the last one went beyond.
+
+    Args:
+        messages: Messages from clients with a vector in them, as PPBC's paper counts
+            communications: `vectors_up_total`.
+        bytes_up: Bytes from clients: `bytes_up_total`.
+        bytes_down: Bytes to clients: `bytes_down_total`.
+        seconds: Simulated seconds, for runs with a clock: `seconds_total`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> run = fs.solve(problem, fs.FedAvg(0.1), rounds=50, stop=fs.Spent(messages=20))
+        >>> run.rounds, int(run.history["vectors_up_total"][-1])
+        (5, 20)
+    """
+
+    messages: Limit = eqx.field(converter=lambda v: _limit("messages", v), default=None)
+    bytes_up: Limit = eqx.field(converter=lambda v: _limit("bytes_up", v), default=None)
+    bytes_down: Limit = eqx.field(converter=lambda v: _limit("bytes_down", v), default=None)
+    seconds: Scalar | None = eqx.field(converter=optional(scalar("seconds")), default=None)
+
+    def __check_init__(self):
+        if self.seconds is not None:
+            check_positive("seconds", self.seconds)
+        if all(value is None for value in self._limits.values()) and self.seconds is None:
+            raise InvalidInput("Spent needs a budget: messages, bytes_up, bytes_down or seconds.")
+
+    @property
+    def _limits(self) -> dict[str, Limit]:
+        """The limits by the columns that they are about."""
+        return {
+            "vectors_up_total": self.messages,
+            "bytes_up_total": self.bytes_up,
+            "bytes_down_total": self.bytes_down,
+        }
+
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
+        over: Flag = jnp.asarray(False)
+        for name, limit in self._limits.items():
+            if limit is not None:
+                so_far, (high, low) = entry[name], jnp.asarray(limit)
+                more = (so_far.high > high) | ((so_far.high == high) & (so_far.low >= low))
+                over = over | more
+        if self.seconds is not None:
+            if "seconds_total" not in entry:
+                raise InvalidInput("Spent(seconds=...) counts simulated time: give a clock.")
+            passed = entry["seconds_total"]
+            over = over | (passed.total + passed.rest >= self.seconds)
+        return over
+
+
+def _limit(name: str, value: object) -> Limit:
+    """Convert a budget to the two parts of a `Count`; as an array, a new one compiles nothing."""
+    if value is None or isinstance(value, jax.Array | np.ndarray):
+        return value
+    check_count(name, value)
+    assert isinstance(value, int | np.integer)  # as checked
+    count = int(value)
+    if count >= 2**48:
+        raise InvalidInput(f"{name} must be below 2^48, got {count}.")
+    return np.asarray([count >> 16, count & 0xFFFF], np.uint32)
 
 
 def for_problem(stop: Stop | None, problem: Problem) -> Stop | None:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsolve.algorithms.fedsgm import FedSGM
-from fedsolve.algorithms.guarantee import Guarantee
+from fedsolve.algorithms.guarantee import Guarantee, PPBCGuarantee
+from fedsolve.algorithms.ppbc import PPBC
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.domains import WholeSpace
 from fedsolve.theory.fedsgm import constants
 from fedsolve.theory.gradients import totals
+from fedsolve.theory.ppbc_runs import PPBCCertificate, ppbc_certificate
 from fedsolve.theory.reference import optimum as reference
 
 if TYPE_CHECKING:
@@ -75,11 +77,11 @@ class Certificate:
 
 def certificate(
     run: Run,
-    guarantee: Guarantee | None = None,
+    guarantee: Guarantee | PPBCGuarantee | None = None,
     optimum: float | int | None = None,
     accuracy: float | int = 1e-6,
-) -> Certificate:
-    """Compare a run with the guarantee of its algorithm.
+) -> Certificate | PPBCCertificate:
+    """Compare a run with the guarantee of its algorithm; for PPBC, see `ppbc_certificate`.
 
     f* is `optimum` if given, else the `optimum` of the problem, else a reference solution
     (`fs.theory.optimum`), for which f and g must be convex. Where X is all of R^d, the reference
@@ -116,6 +118,12 @@ def certificate(
         >>> found.holds, round(found.optimum, 4)
         (True, 0.6875)
     """
+    if isinstance(guarantee, PPBCGuarantee) or (
+        guarantee is None and isinstance(run.algorithm, PPBC)
+    ):
+        if optimum is not None:
+            raise InvalidInput("PPBC's theorems are not about f(w) − f*; leave out the optimum.")
+        return ppbc_certificate(run, guarantee if isinstance(guarantee, PPBCGuarantee) else None)
     promise = _applicable_guarantee(run, guarantee)
     problem = run.problem
     known = problem.optimum if optimum is None else float(optimum)

@@ -238,5 +238,10 @@ def _minibatch(problem: Problem, w: Vector, key: PRNGKey) -> Evaluations:
     return jax.vmap(client)(jnp.arange(problem.n), problem.samples, keys)
 
 
+def minibatch_gradients(problem: Problem, w: Vector, key: PRNGKey) -> Rows:
+    """Return each client's ∇f_j(w) from one minibatch."""
+    return _minibatch(problem, w, key)[0]
+
+
 def _norms(rows: Rows) -> Float[Array, " n"]:
     return jnp.linalg.norm(rows, axis=1)

@@ -13,6 +13,11 @@ Participation", sections 4 and 6.
 | `rate` | ρ | 1 − μ_F γ̃ / 2 |
 | `delta` | δ_0 | (m − 1)‖N̂_0 − N*‖ / ‖N*‖_1 |
 
+Algorithm 1 averages the models with p_{r+1} (lines 12 and 13). Lemma 4.2 and (6) write x̄_k with
+p_r, with which x̄ would jump where weights change. Here x̄_k = Σ p_{i,r+1} x_{i,k} in round r: then
+Lemma 4.2 holds for Algorithm 1 as it is, x̄ is x̂_r at the beginning of every round, and the proofs
+hold with δ_{r+1} ≤ δ_r in place of δ_r.
+
 Where the printed statement and its proof differ, the proof is followed:
 - Theorem 4.5 has γ̃ ≤ μ_F/L² in print (L_F² is meant) and a last term m²(m + 1)G²(1 + 2Lγ)/‖N*‖_1
   that its proof does not have. Its proof needs γ ≤ 1/(√3 HL), too (Lemma 4.11).
@@ -28,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -101,6 +107,30 @@ class IncentGuarantee:
     largest: float
     participation: Participation
     unchecked: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class IncentComplexity:
+    """The rounds R_ε of Theorem 4.5 (ii) or 4.8 (ii).
+
+    Args:
+        theorem: The theorem that applies.
+        rounds: R_ε, the least R for which part (i) gives the accuracy.
+        step_size: γ = 1/√(R_ε H).
+        terms: The terms of which R_ε is of the order of the largest. The theorem leaves out their
+            constants, so the largest may be less or more than `rounds`.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> found = fs.theory.IncentComplexity("Theorem 4.8 (ii)", 900, 0.03, {"R_1": 100.0})
+        >>> found.rounds
+        900
+    """
+
+    theorem: str
+    rounds: int
+    step_size: float
+    terms: Mapping[str, float]
 
 
 def participation(game: Game, start: ArrayLike, step_size: float | None = None) -> Participation:
@@ -205,8 +235,205 @@ def incentfedavg(
         >>> found.theorem, found.first, round(found.step_size, 4)
         ('Theorem 4.5', 4, 0.0143)
     """
-    for name, value in (("rounds", rounds), ("local_steps", local_steps)):
-        check_count(name, value)
+    check_count("rounds", rounds)
+    setting = _setting(
+        game, start, local_steps, smoothness, noise, dissimilarity, gap, distance,
+        optimum_gradients, game_step_size,
+    )  # fmt: skip
+    found = setting.at(rounds, None if step_size is None else float(step_size))
+    check_positive("step_size", found.gamma)
+    if found.gamma > found.largest * (1 + 1e-12):
+        raise InvalidInput(
+            f"step_size {found.gamma:g} is above {found.largest:.6g}, the largest allowed here."
+        )
+    learned = setting.learned
+    return IncentGuarantee(
+        theorem="Theorem 4.8" if setting.convex else "Theorem 4.5",
+        step_size=found.gamma,
+        game_step_size=learned.step_size,
+        first=found.first,
+        bound=found.bound,
+        equilibrium_bound=found.settled * learned.distance**2,
+        largest=found.largest,
+        participation=learned,
+        unchecked=_unchecked(setting.convex, found.first, local_steps, learned.exact),
+    )
+
+
+def incentfedavg_rounds(
+    game: Game,
+    start: ArrayLike,
+    accuracy: float,
+    *,
+    local_steps: int,
+    smoothness: float | int,
+    noise: float | int,
+    dissimilarity: tuple[float, float],
+    gap: float | int | None = None,
+    distance: float | int | None = None,
+    optimum_gradients: float | int = 0.0,
+    game_step_size: float | None = None,
+) -> IncentComplexity:
+    """Compute R_ε, the rounds of Theorem 4.5 (ii) or 4.8 (ii) for an accuracy ε.
+
+    The theorems give the order of R_ε, as the largest of some terms. Here R_ε is also computed: the
+    least R with γ = 1/√(RH) allowed and the bounds of part (i) at most ε. In Theorem 4.5 these are
+    the bounds on E‖∇f(x̄)‖² and on E‖N̂_r − N*‖², with r̂ = R/2; in 4.8 that on E f(x̄_avg) − f*.
+
+    Args:
+        game: A strongly monotone game.
+        start: N̂_0, one number for each player.
+        accuracy: ε.
+        local_steps: H.
+        smoothness: L, of every f_i.
+        noise: ν, of stochastic gradients.
+        dissimilarity: G and B.
+        gap: sup f − f*, or a bound on f(x̄) − f* at round r̂ (Theorem 4.5).
+        distance: ‖x̄ − x*‖ at round r̂ (Theorem 4.8).
+        optimum_gradients: Σ ‖∇f_i(x*)‖².
+        game_step_size: γ̃; by default the largest that Lemma 4.3 allows.
+
+    Returns:
+        R_ε, the step size, and the terms of its order.
+
+    Raises:
+        InvalidInput: If not exactly one of `gap` and `distance` is given, or a number is out of
+            range.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> cost = fs.games.LinearCost([0.5, 0.3])
+        >>> game = fs.Game(None, cost, lower=[1, 1], upper=4, regularization=0.1)
+        >>> found = fs.theory.incentfedavg_rounds(
+        ...     game, [2.0, 1.0], 0.5, local_steps=2, smoothness=1.0, noise=0.1,
+        ...     dissimilarity=(0.1, 2.0), gap=1.0,
+        ... )
+        >>> found.theorem, found.rounds, max(found.terms, key=found.terms.get)
+        ('Theorem 4.5 (ii)', 2049, 'H(mBL)²')
+    """
+    check_positive("accuracy", accuracy)
+    setting = _setting(
+        game, start, local_steps, smoothness, noise, dissimilarity, gap, distance,
+        optimum_gradients, game_step_size,
+    )  # fmt: skip
+
+    def enough(rounds: int) -> bool:
+        try:
+            found = setting.at(rounds, first=None if setting.convex else rounds // 2)
+        except InvalidInput:  # too few for participation to settle
+            return False
+        settled = setting.convex or found.settled * setting.learned.distance**2 <= accuracy
+        return found.chosen <= found.largest and found.bound <= accuracy and settled
+
+    many = 1
+    while not enough(many):
+        many *= 2
+        if many > 2**60:
+            raise InvalidInput(f"No number of rounds up to 2^60 gives the accuracy {accuracy:g}.")
+    few = many // 2
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if enough(middle) else (middle, many)
+    return IncentComplexity(
+        theorem="Theorem 4.8 (ii)" if setting.convex else "Theorem 4.5 (ii)",
+        rounds=many,
+        step_size=1 / math.sqrt(many * local_steps),
+        terms=setting.terms(float(accuracy)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """Theorem 4.5 or 4.8 (i) for a number of rounds."""
+
+    gamma: float
+    chosen: float  # 1/√(RH)
+    largest: float
+    first: int
+    bound: float
+    settled: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """What the theorems are about, whatever the number of rounds."""
+
+    learned: Participation
+    m: int
+    H: int
+    L: float
+    nu: float
+    G: float
+    B: float
+    gap: float | None
+    distance: float | None
+    optimum_gradients: float
+    total: float  # ‖N*‖_1
+
+    @property
+    def convex(self) -> bool:
+        """Whether it is about Theorem 4.8."""
+        return self.distance is not None
+
+    def at(self, rounds: int, step_size: float | None = None, first: int | None = None) -> _Found:
+        """Return step sizes and bounds for this number of rounds; raise if they are too few."""
+        constants = _Constants(
+            m=self.m, H=self.H, R=rounds, L=self.L, nu=self.nu, G=self.G, B=self.B,
+            rho=self.learned.rate, delta=self.learned.delta,
+        )  # fmt: skip
+        reach, limits = constants.convex_limits() if self.convex else constants.smooth_limits()
+        least = constants.first_round(reach)
+        if first is not None and first < least:
+            raise InvalidInput(f"r̂ = {first} is before round {least}.")
+        first = least if first is None else first
+        largest, chosen = min(limits), 1 / math.sqrt(rounds * self.H)
+        gamma = min(largest, chosen) if step_size is None else step_size
+        if self.distance is not None:
+            bound = constants.convex_bound(gamma, first, self.distance, self.optimum_gradients)
+        else:
+            bound = constants.smooth_bound(gamma, first, self.gap or 0.0)
+        return _Found(gamma, chosen, largest, first, bound, constants.settled(first))
+
+    def terms(self, eps: float) -> dict[str, float]:
+        """Return the terms of which R_ε is of the order of the largest, as the paper has them."""
+        m, H, L, nu, G, B = self.m, self.H, self.L, self.nu, self.G, self.B
+        rho, delta = self.learned.rate, self.learned.delta
+        spread = nu**2 + m * G**2
+        if self.distance is not None:
+            own = m * G**2 + self.optimum_gradients  # G² in print, see above
+            return {
+                "R_1": (self.distance**4 + nu**4) / (H * eps**2),
+                "R_2": math.sqrt(L * spread / (H * eps)),
+                "R_3": ((m * delta * G) ** 2 / ((1 - rho**2) * eps)) ** (2 / 3) / H ** (1 / 3),
+                "R_4": delta**1.5 * own / ((1 - rho**1.5) * eps),
+            }
+        away = self.learned.distance * max(math.sqrt(192) * m * (m - 1) * G / self.total, 1)
+        slow = math.log(1 / rho) if rho > 0 else math.inf
+        start, late = away**2 / ((1 - rho**2) * L**2 * eps), 17 * (m * delta * B) ** 2
+        squares = float(self.gap or 0.0) ** 2 + L**2 * nu**4 + (m * L**2 * H**2 * spread) ** 2
+        return {
+            "R_1": squares / (H * eps**2),
+            "R_2": max(math.log(start) / slow, 0.0) if start > 0 else 0.0,
+            "R_3": max(math.log(late) / slow, 0.0) if late > 0 else 0.0,
+            "H(mBL)²": H * (m * B * L) ** 2,
+            "L²/H": L**2 / H,
+        }
+
+
+def _setting(
+    game: Game,
+    start: ArrayLike,
+    local_steps: int,
+    smoothness: float | int,
+    noise: float | int,
+    dissimilarity: tuple[float, float],
+    gap: float | int | None,
+    distance: float | int | None,
+    optimum_gradients: float | int,
+    game_step_size: float | None,
+) -> _Setting:
+    """Check the arguments of the theorems, and compute Lemma 4.3's constants."""
+    check_count("local_steps", local_steps)
     check_positive("smoothness", smoothness)
     for name, value in (("noise", noise), ("optimum_gradients", optimum_gradients)):
         check_positive(name, value, zero=True)
@@ -217,42 +444,18 @@ def incentfedavg(
     if distance is not None and B < 1:
         raise InvalidInput(f"In the convex case B is at least 1 (Lemma 6.5), got {B:g}.")
     check_positive("gap" if distance is None else "distance", gap or distance or 0.0, zero=True)
-
-    learned = participation(game, start, game_step_size)
-    constants = _Constants(
+    return _Setting(
+        learned=participation(game, start, game_step_size),
         m=game.players,
         H=local_steps,
-        R=rounds,
         L=float(smoothness),
         nu=float(noise),
         G=G,
         B=B,
-        rho=learned.rate,
-        delta=learned.delta,
-    )
-    convex = distance is not None
-    reach, limits = constants.convex_limits() if convex else constants.smooth_limits()
-    first = constants.first_round(reach)
-    largest = min(limits)
-    gamma = min(largest, 1 / math.sqrt(rounds * local_steps))
-    gamma = gamma if step_size is None else float(step_size)
-    check_positive("step_size", gamma)
-    if gamma > largest * (1 + 1e-12):
-        raise InvalidInput(f"step_size {gamma:g} is above {largest:.6g}, the largest allowed here.")
-    if distance is not None:
-        bound = constants.convex_bound(gamma, first, float(distance), float(optimum_gradients))
-    else:
-        bound = constants.smooth_bound(gamma, first, float(gap or 0.0))
-    return IncentGuarantee(
-        theorem="Theorem 4.8" if convex else "Theorem 4.5",
-        step_size=gamma,
-        game_step_size=learned.step_size,
-        first=first,
-        bound=bound,
-        equilibrium_bound=constants.settled(first) * learned.distance**2,
-        largest=largest,
-        participation=learned,
-        unchecked=_unchecked(convex, first, local_steps, learned.exact),
+        gap=None if gap is None else float(gap),
+        distance=None if distance is None else float(distance),
+        optimum_gradients=float(optimum_gradients),
+        total=float(np.abs(game.equilibrium()).sum()),
     )
 
 

@@ -114,7 +114,12 @@ def optimum(
 
 
 def least(problem: Problem) -> float:
-    """Return the least value of a smooth convex f over R^d, by L-BFGS in double precision.
+    """Return the least value of a smooth convex f over R^d, as `minimiser` finds it."""
+    return minimiser(problem)[0]
+
+
+def minimiser(problem: Problem) -> tuple[float, Point]:
+    """Return the least value of a smooth convex f over R^d and where, by L-BFGS in float64.
 
     It takes any number of parameters; its accuracy is not proved.
     """
@@ -133,7 +138,7 @@ def least(problem: Problem) -> float:
         start = np.asarray(placed.start(), np.float64)
         options = {"maxiter": 5000, "maxfun": 10000, "maxcor": 30, "gtol": 1e-8, "ftol": 1e-15}
         found = optimize.minimize(evaluate, start, jac=True, method="L-BFGS-B", options=options)
-    return float(found.fun)
+    return float(found.fun), found.x
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,11 @@
 """PyTorch modules as problems; needs the extra `fedsolve[torch]`."""
 
-from fedsolve.torch.problem import load, problem
+try:
+    import torch as _torch  # noqa: F401 (to say what is missing)
+except ModuleNotFoundError as error:
+    raise ImportError("fedsolve.torch needs PyTorch: install fedsolve[torch].") from error
 
-__all__ = ["load", "problem"]
+from fedsolve.torch.problem import load, problem, state_dict
+from fedsolve.torch.training import training
+
+__all__ = ["load", "problem", "state_dict", "training"]
