@@ -24,7 +24,14 @@ from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.local_federation import local_federation, run_on
 from fedsolve.flare.provisioning import ADMIN, make_kits
 from tests.support.conformance import ALGORITHMS, KINDS
-from tests.support.deployment import ALGORITHM, PROBLEM, certificate_for, experiment, wait_until
+from tests.support.deployment import (
+    ALGORITHM,
+    PROBLEM,
+    as_from_a_shell,
+    certificate_for,
+    experiment,
+    wait_until,
+)
 from tests.support.mlflow_database import check
 
 pytestmark = [
@@ -56,7 +63,7 @@ def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, stopped)
     rounds = "100000" if stopped else "4"
     words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", rounds, "--out", "x"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "fedsolve", *words],
+        as_from_a_shell([sys.executable, "-m", "fedsolve", *words]),
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -230,7 +237,7 @@ def test_the_commands_of_an_owner(tmp_path):
 
     def start(*words):
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedsolve", "deploy", *words],
+            as_from_a_shell([sys.executable, "-m", "fedsolve", "deploy", *words]),
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,
@@ -289,7 +296,22 @@ def test_the_commands_of_an_owner(tmp_path):
         wait_until((home / "done").exists, 150)
         told = map(json.loads, (home / "0/progress.jsonl").read_text().splitlines())
         assert {entry["round"] for entry in told if "round" in entry} == {*range(1, 81)}
+        words[words.index("80")] = "100000"
         status, told = done("stop", "--kit", admin)
+        assert (status, "north, south" in told, "add --yes" in told) == (2, True, True), told
+        follower = start("submit", "neyman-pearson", *words, "--run", "third", "--out", "z")
+        home = kits / "localhost/fedsolve/runs/third"
+        wait_until(lambda: lines(home / "0/progress.jsonl") > 3)
+        status, told = done("cancel", "third", "--kit", admin)
+        assert (status, "third was cancelled." in told) == (0, True), told
+        told, _ = follower.communicate(timeout=60)
+        assert (follower.returncode, "third was cancelled." in told) == (2, True), told
+        assert not (home / "done").exists()
+        status, told = done("submit", "neyman-pearson", *words, "--run", "third", "--out", "zz")
+        assert (status, "was cancelled; choose another" in told) == (2, True), told
+        status, told = done("cancel", "third", "--kit", admin)
+        assert (status, "third has no job now." in told) == (2, True), told
+        status, told = done("stop", "--kit", admin, "--yes")
         assert status == 0, told
         for process in [server, *sites]:
             process.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import sys
 import time
 
 from cryptography import x509
@@ -26,6 +27,17 @@ def wait_until(condition, seconds=240):
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
+
+
+def as_from_a_shell(words, ignored=False):
+    """A command as a terminal starts it, whatever these tests ignore, or as `nohup ... &` does."""
+    action = "SIG_IGN" if ignored else "SIG_DFL"
+    first = (
+        "import os, signal, sys\n"
+        f"for each in (signal.SIGINT, signal.SIGHUP): signal.signal(each, signal.{action})\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-c", first, *map(str, words)]
 
 
 def certificate_for(kits, kit, name, days):

@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from fedsolve.flare.roster import Roster
 from fedsolve.flare.server import serve
@@ -76,4 +77,4 @@ def settled(share, link, site):
     """A site's states and memories, with the answers that the server used and has not yet told
     it of."""
     last, used = link.settled.get(site, (-1, []))
-    return share._before(99, used if share._round == last else [])
+    return share._before(99, used if share._round == last else [], np.arange(share._count))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from fedsolve.experiments.tracking import Tracking, made
 from fedsolve.flare import provisioning
 from fedsolve.flare.admin import Admin
 from fedsolve.flare.job_files import check_run_name
+from fedsolve.flare.jobs import CANCELLED
 from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.limits import Limits
 from fedsolve.flare.local_federation import deploy_local
@@ -103,7 +105,7 @@ def _continue_runs(kit: Path, admin_kit: Path, owners: Path | None) -> None:
     names = [] if owners is None else allowed_names(read_owners_file(owners))
     for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
         run = kept.parent.name
-        if not (kept.parent / "done").exists():
+        if not any((kept.parent / mark).exists() for mark in ("done", CANCELLED)):
             terminal.out.print(f"continuing {run}", markup=False)
             try:
                 experiment = resolve(run, json.loads(kept.read_text()), names)
@@ -191,16 +193,46 @@ def _fetched(admin: Admin, job: str, experiment: Experiment) -> tuple[Runs, Reco
         return saved_runs(*place), participations(*place)
 
 
-def ask_admin(what: str, kit: str) -> None:
-    """Print the federation's sites and jobs, or stop all of it if `what` is `stop`."""
+def cancel(run: str, kit: str) -> None:
+    """End a run for good."""
+    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
+    admin.cancel(run)
+    terminal.out.print(f"{run} was cancelled.", markup=False)
+    admin.close()
+
+
+def ask_admin(what: str, kit: str, yes: bool = False) -> None:
+    """Print the federation's sites and jobs, or stop all of it if `what` is `stop`.
+
+    Before it stops anything it asks, unless told `yes`.
+    """
     admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
     if what == "stop":
+        if not (yes or _agreed(", ".join(sorted(admin.sites())))):
+            raise InvalidInput("Nothing was stopped.")
         admin.shut_down()
         terminal.out.print("The server and all sites were told to stop.")
     else:
         for line in admin.overview():
             terminal.out.print(line, markup=False)
     admin.close()
+
+
+def _agreed(sites: str) -> bool:
+    """Ask whether to stop the server and all sites; raise if nobody can answer."""
+    terminal.out.print(
+        f"This stops the server and its sites ({sites or 'none is connected'}), and the runs that"
+        " are going on. Each site's owner has to start it again. To end one run, use `deploy"
+        " cancel RUN`.",
+        markup=False,
+        soft_wrap=True,
+    )
+    if not sys.stdin.isatty():
+        raise InvalidInput("Nobody can answer here: to stop all of it, add --yes.")
+    return terminal.out.input("Stop all of it? [y/N] ", markup=False).strip().lower() in (
+        "y",
+        "yes",
+    )
 
 
 def _write(

@@ -25,9 +25,10 @@ from fedsolve.experiments.config import load, shown
 from fedsolve.fields import check_count
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.solving.checkpoint import how_often
-from fedsolve.solving.interrupt import Flag
+from fedsolve.solving.interrupt import Flag, interrupted_by
 
 T = TypeVar("T")
+ADMIN_KIT = "--kit, the administrator's kit"
 
 app = typer.Typer(
     name="fedsolve",
@@ -272,13 +273,14 @@ def report(
 
 
 @app.command()
+@interrupted_by(signal.SIGTERM, signal.SIGHUP)
 def deploy(
     what: Annotated[
         str,
-        typer.Argument(help="An experiment; or init, server, site, submit, status, stop."),
+        typer.Argument(help="An experiment; or init, server, site, submit, status, cancel, stop."),
     ],
     target: Annotated[
-        str | None, typer.Argument(help="A federation's TOML, a kit, or an experiment.")
+        str | None, typer.Argument(help="A federation's TOML, a kit, an experiment or a run.")
     ] = None,
     set: Set = None,
     local: Annotated[int | None, typer.Option(help="This many sites on this machine.")] = None,
@@ -296,6 +298,7 @@ def deploy(
         list[str] | None,
         typer.Option(metavar="mlflow[=ADDRESS]", help="Send the history to a tracker."),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Stop without asking.")] = False,
     allow: Allow = None,
 ) -> None:
     """Run an experiment as a real federation over NVIDIA FLARE."""
@@ -306,16 +309,14 @@ def deploy(
             "Deployment needs NVIDIA FLARE: pip install 'fedsolve[deploy]'."
         ) from None
     logging.disable(logging.ERROR)  # FLARE's own messages
-    for end in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(end, lambda *_: signal.raise_signal(signal.SIGINT))
     status = 0
     try:
-        if what in ("init", "server", "site", "status", "stop"):
-            status = _deployment(what, target, data, kit, out_dir)
+        if what in ("init", "server", "site", "status", "cancel", "stop"):
+            status = _deployment(what, target, data, kit, out_dir, yes)
         else:
             submitted = what == "submit"
             name = _needed(target, "an experiment") if submitted else what
-            words = "--local N, or one of init, server, site, submit, status, stop"
+            words = "--local N, or one of init, server, site, submit, status, cancel, stop"
             sites = None if submitted else _needed(local, words)
             experiment = load(name, set, rounds, seed, allow or [])
             status = _deployed(experiment, sites, kit, run_name, out_dir, track or [])
@@ -334,7 +335,12 @@ def deploy(
 
 
 def _deployment(
-    what: str, target: str | None, data: str | None, kit: str | None, out_dir: str | None
+    what: str,
+    target: str | None,
+    data: str | None,
+    kit: str | None,
+    out_dir: str | None,
+    yes: bool,
 ) -> int:
     """Make kits, start a server or a site, or ask the administrator's questions."""
     from fedsolve.cli import deploy as commands
@@ -346,8 +352,10 @@ def _deployment(
     elif what == "site":
         owners = _needed(data, "--data site.toml")
         return commands.site(_needed(target, "the site's kit"), owners)
+    elif what == "cancel":
+        commands.cancel(_needed(target, "a run's name"), _needed(kit, ADMIN_KIT))
     else:
-        commands.ask_admin(what, _needed(kit, "--kit, the administrator's kit"))
+        commands.ask_admin(what, _needed(kit, ADMIN_KIT), yes)
     return 0
 
 
@@ -364,7 +372,7 @@ def _deployed(
 
     if sites is not None:
         return commands.local(experiment, sites, out_dir, track)
-    admin_kit = _needed(kit, "--kit, the administrator's kit")
+    admin_kit = _needed(kit, ADMIN_KIT)
     return commands.submit(experiment, admin_kit, run_name, out_dir, track)
 
 

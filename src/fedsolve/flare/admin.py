@@ -22,6 +22,7 @@ from fedsolve.types import Table
 
 SILENT = 5 * HEARTBEAT  # seconds without a heartbeat after which a site counts as gone
 CONNECT_TIMEOUT = 5.0  # seconds for one attempt to connect
+CANCEL_TIMEOUT = 120.0  # seconds in which a run must end that is cancelled
 END_TIMEOUT = 20.0  # seconds in which running jobs must end when everything is shut down
 
 T = TypeVar("T")
@@ -118,14 +119,36 @@ class Admin:
         """
         return {job.job_id for job in self._do(lambda s: s.get_system_info()).job_info}
 
-    def news(self, job: str, since: int, make_room: bool = False) -> Table | None:
+    def cancel(self, run: str) -> None:
+        """End a run for good, before its next round.
+
+        Raises:
+            InvalidInput: If it has no job now, or one that does not end.
+        """
+        job, end = self.running(run), time.monotonic() + CANCEL_TIMEOUT
+        if job is None:
+            raise InvalidInput(
+                f"{run} has no job now. If a `deploy submit` or `deploy server` waits for its"
+                " sites, end that command."
+            )
+        while not self.is_over(job):
+            self.news(job, 0, cancel=True)
+            if time.monotonic() > end:
+                raise InvalidInput(f"{run} does not end: its sites are still at work. Try again.")
+            time.sleep(0.3)
+
+    def news(
+        self, job: str, since: int, make_room: bool = False, cancel: bool = False
+    ) -> Table | None:
         """Ask a job for its news after the first `since` entries; None if it does not run.
 
         The answer has `news`, a list of entries, and `rounds`, the number of rounds in which some
-        site answered. With `make_room`, the job is to end before its next round.
+        site answered. With `make_room`, the job is to end before its next round; with `cancel`,
+        the run is.
         """
+        wish = {"since": since, "yield": make_room, "cancel": cancel}
         try:
-            return self._connect().do_app_command(job, TOPIC, {"since": since, "yield": make_room})
+            return self._connect().do_app_command(job, TOPIC, wish)
         except NoServer:
             raise
         except Exception:

@@ -20,12 +20,13 @@ from typing import Any
 
 import jax
 from nvflare.collab import collab
+from nvflare.collab.api.context import set_call_context
 
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.job_files import check_run_name
-from fedsolve.flare.journal import read
+from fedsolve.flare.journal import JournalError, read
 from fedsolve.flare.limits import Guard, Limits
 from fedsolve.flare.participation import missing
 from fedsolve.flare.processes import HOME, OWNER
@@ -47,6 +48,7 @@ from fedsolve.types import Table
 PATIENCE = 20.0  # seconds to wait until the process of the run's previous job has ended
 TOPIC = "fedsolve"  # of the administrator's commands to a running job
 DEADLINE = 30.0  # seconds for an answer, unless the configuration says otherwise
+CANCELLED = "cancelled"  # in a run's folder on the server, if it was ended for good
 ENDING = 120.0  # seconds to wait for silent sites after the last round, unless it says otherwise
 MOST_SAID = 20  # different lines about refused questions on a site's console
 WITHOUT = "without.json"  # in a job's results: the sites that are missing at the end of a run
@@ -164,9 +166,13 @@ Site = SiteJob  # the name in kits and job files
 
 def _reason(error: Exception) -> str:
     """Return what the server may be told about an error; the rest goes to this machine's log."""
-    if isinstance(error, InvalidInput):
+    if isinstance(error, InvalidInput) and not isinstance(error, JournalError):
         return str(error)
     traceback.print_exception(error)
+    if isinstance(error, JournalError):
+        return error.why
+    if isinstance(error, OSError) and error.strerror:
+        return f"its files: {error.strerror}; see this site's log"
     return f"{type(error).__name__}; see this site's log"  # its message may quote private data
 
 
@@ -191,6 +197,7 @@ class Coordinator:
         self._reported = 0  # how many of them the administrator has
         self._links: list[Roster] = []
         self._make_room = False  # whether to end before the next round
+        self._cancelled = False  # whether to end then for good
 
     @collab.main
     def run(self) -> None:
@@ -202,9 +209,15 @@ class Coordinator:
         try:
             self._all_runs()
         except TooFew as few:
+            if self._cancelled:
+                (_run_folder(self._run) / CANCELLED).touch()
+                self._tell({"error": f"{self._run} was cancelled."})
             self._tell({"note": str(few), "missed": few.missed})
         except InvalidInput as error:
             self._tell({"error": str(error)})
+        except OSError as error:
+            place = error.filename or "its folder"
+            self._tell({"error": f"The server cannot use {place}: {error.strerror or error}."})
         self._wait_until_reported()
 
     def _all_runs(self) -> None:
@@ -214,6 +227,8 @@ class Coordinator:
         self._alone = open_locked(home / "lock", PATIENCE)
         if self._alone is None:
             raise TooFew("another job of this run is still running")
+        if (home / CANCELLED).exists():
+            raise InvalidInput(f"{self._run} was cancelled; choose another name.")
         kept = home / "experiment.json"
         if not kept.exists():
             write_atomically(kept, json.dumps(experiment.resolved).encode())
@@ -279,7 +294,7 @@ class Coordinator:
                 evaluate_every=options.get("evaluate_every", 1),
                 precision=precision,
                 progress=tell,
-                go_on=lambda: not self._make_room,
+                go_on=lambda: not (self._make_room or self._cancelled),
                 patience=float(patience),
                 waiting=lambda sites: tell(_waiting(sites, float(patience))),
             )
@@ -291,10 +306,11 @@ class Coordinator:
     def _command(self, topic: str, wish: object, context: object) -> Table:
         """Answer the administrator: news since the last question, rounds in which a site answered.
 
-        The question may also ask to make room for another job.
+        The question may also ask to make room for another job, or to end for good.
         """
         wish = wish if isinstance(wish, dict) else {}
         self._make_room = self._make_room or bool(wish.get("yield"))
+        self._cancelled = self._cancelled or bool(wish.get("cancel"))
         since = int(wish.get("since", 0))
         self._reported = max(self._reported, since)
         rounds = sum(link.rounds for link in self._links)
@@ -323,9 +339,12 @@ class CollabTransport:
     def __init__(self, deadline: float, tell: Callable[[Table], None]):
         self._deadline, self._tell = deadline, tell
         self._dead: set[str] = set()
+        self._context = collab.context
 
     def __call__(self, cell: int, messages: dict[str, bytes]) -> Mapping[str, bytes | Exception]:
         """Return each site's answer, or the error in its place; dead sites have no entry."""
+        # JAX calls from any of its threads, and FLARE knows its context in one thread only.
+        set_call_context(self._context)
         for site in messages.keys() - {client.name for client in collab.clients} - self._dead:
             self._lose(site)
         waiting: dict[str, Any] = {  # results that arrive later

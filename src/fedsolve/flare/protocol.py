@@ -29,6 +29,13 @@ class Protocol:
     w: PyTree
 
 
+def version() -> str:
+    """Return the version of Fedsolve, which must be the same at both ends."""
+    import fedsolve
+
+    return fedsolve.__version__
+
+
 def protocol(problem: Problem, algorithm: Algorithm, clients: int) -> Protocol:
     """Record one round with that many clients."""
 

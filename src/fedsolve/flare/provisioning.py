@@ -32,6 +32,7 @@ AUTHORITY = Path("fedsolve", "state", "cert.json")  # in the folder of a federat
 ROOT_DAYS = 3650  # validity of the authority's own certificate; FLARE gives the others 360 days
 RENEW_DAYS = 90  # certificates that expire within this time are renewed
 DEFAULT_PORT = 8002
+LOG_SIZES = {"maxBytes": 5_000_000, "backupCount": 3}  # of each of FLARE's own logs
 KIT_NAMES = {  # startup file of a kit: keys that lead to the name of the machine
     "fed_server.json": ("servers", 0, "admin_server"),
     "fed_client.json": ("client", "fqsn"),
@@ -170,6 +171,9 @@ def prepare(kit: Path) -> None:
     policy = {"format_version": "1.0", "permissions": {"project_admin": RIGHTS}}
     (local / "authorization.json").write_text(json.dumps(policy, indent=1))
     logging = json.loads((local / "log_config.json.default").read_text())
+    for handler in logging.get("handlers", {}).values():
+        if "maxBytes" in handler:
+            handler |= LOG_SIZES
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
     # The administrator may ask a job for news before the job can answer; that is not an error.

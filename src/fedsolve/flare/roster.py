@@ -13,13 +13,14 @@ from jaxtyping import PyTree
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.flare.participation import Participation
-from fedsolve.flare.protocol import Protocol, protocol
+from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.flare.site import MOST_CLIENTS, START
 from fedsolve.problem.problem import Problem
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
 from fedsolve.types import Message, Table, Vector
 
 Parameters = Vector | np.ndarray
+MOST_OF_A_SITE = 1_000_000  # clients that one site may have
 KEPT = 1000  # publications in one message: its head has a line for each
 MOST_LOGGED = 20  # different lines about a site that is in trouble
 
@@ -112,7 +113,8 @@ class Roster:
         room = MOST_CLIENTS - self.clients
         for site, (head, _) in self._greet(sites, 0).items():
             count = head.get("clients")
-            if type(count) is not int or not 0 < count <= room:
+            most = room if site not in known else MOST_CLIENTS
+            if type(count) is not int or not 0 < count <= min(most, MOST_OF_A_SITE):
                 self._complain(site, f"refused its greeting: {str(count)[:40]} clients")
                 continue
             found[site] = count
@@ -147,7 +149,8 @@ class Roster:
             raise TooFew(why, self._silent & expected)
 
     def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
-        sent = {s: encode({"kind": "hello", "total": total}, {}) for s in sites}
+        hello = encode({"kind": "hello", "total": total, "version": version()}, {})
+        sent = dict.fromkeys(sites, hello)
         found = {}
         for site, (head, arrays) in self._send(sent, 0).items():
             if head["status"] == "ok":

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,9 @@ from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.state import SeedWords, evaluation_key
-from fedsolve.flare.journal import Journal, Parts
+from fedsolve.flare.journal import CannotWrite, Journal, Parts
 from fedsolve.flare.limits import Guard
-from fedsolve.flare.protocol import Protocol, protocol
+from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import Values, client_values
@@ -45,6 +46,7 @@ from fedsolve.storage.arrays import (
     size_of,
     take,
 )
+from fedsolve.storage.atomic import write_atomically
 from fedsolve.types import Message, Reply, Round, Table, Vector
 
 MOST_CLIENTS = 10_000_000
@@ -98,6 +100,7 @@ class SiteClients:
         self._settled, self._round = -1, -1
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
         self._journal = Journal(home)
+        _check_data(home, problem)
         base, records = self._journal.load()
         try:
             if base is not None:
@@ -120,10 +123,15 @@ class SiteClients:
                 self._say(str(refused))
                 self._note(head, f"refused: {refused}")
                 return encode({"status": "refused", "reason": str(refused)}, {})
+            except CannotWrite as error:  # its path is this machine's affair
+                print(error, file=sys.stderr, flush=True)
+                self._note(head, f"refused: {error.why}")
+                return encode({"status": "refused", "reason": error.why}, {})
 
     def _answer(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         kind = head.get("kind")
         if kind == "hello":
+            _check_version(head)
             self._know(_whole(head, "total"))
             return encode({"status": "ok", "clients": self._count}, {})
         if kind not in ("ask", "evaluate"):
@@ -205,7 +213,7 @@ class SiteClients:
         known = known if known is not None and known.digest == digest else None
         if known is not None and known.reply is not None:
             return known.reply
-        rows = jax.tree.map(lambda leaf: leaf[in_order(local)], self._before(number, used))
+        rows = self._before(number, used, local)
         moved, reply = self._compute(number, round, clients, local, rows, message)
         self._check_finite(f"the reply to '{exchange.method}'", reply)
         moves = not _same(rows, moved)
@@ -221,7 +229,10 @@ class SiteClients:
             self._journal.append(parts(kept, {"local": local, "rows": moved}))
         self._keep(round, number, _Entry(digest, local, moved, answer))
         if self._journal.is_long():
-            self._journal.restart(self._everything())
+            try:
+                self._journal.restart(self._everything())
+            except CannotWrite as error:  # the answer is on the disk; the journal stays long
+                print(error, file=sys.stderr, flush=True)
         return answer
 
     def _check_finite(self, what: str, tree: PyTree) -> None:
@@ -298,19 +309,25 @@ class SiteClients:
                     f"this site has not the answers that the server used in round {last + 1}: its "
                     "folder was lost or put back from an older copy"
                 )
-            self._states = self._before(EXCHANGES, used)
+            for number in sorted(used):
+                entry = self._log[number]
+                put = functools.partial(_put, entry.local)
+                self._states = jax.tree.map(put, self._states, entry.rows)
             self._settled = last
         self._log.clear()
 
-    def _before(self, number: int, used: list[int]) -> PyTree:
-        """Return clients' states before an exchange: the base, and what was used of this round."""
-        states = self._states
+    def _before(self, number: int, used: list[int], local: np.ndarray) -> PyTree:
+        """Return some clients' states before an exchange, with what was used of this round.
+
+        This takes as long as there are clients asked, however many the site has.
+        """
+        rows = jax.tree.map(lambda leaf: leaf[in_order(local)], self._states)
         for earlier in sorted(used):
             if earlier < number and earlier in self._log:
                 entry = self._log[earlier]
-                put = functools.partial(_put, entry.local)
-                states = jax.tree.map(put, states, entry.rows)
-        return states
+                overlay = functools.partial(_overlay, local, entry.local)
+                rows = jax.tree.map(overlay, rows, entry.rows)
+        return rows
 
     def _keep(self, round: int, number: int, entry: _Entry) -> None:
         """Keep an answer in place of any earlier one, and of those that followed it."""
@@ -415,15 +432,52 @@ def _evaluate(
     return client_values(problem, w, evaluation_key(seed, round), first, memory=memory)
 
 
+def _check_version(head: Table) -> None:
+    """Raise if the server has another version of Fedsolve."""
+    own, theirs = version(), head.get("version")
+    if theirs not in (None, own):  # None: older than 0.2
+        raise Refused(f"this site has fedsolve {own}, and the server has {str(theirs)[:40]}")
+
+
+def _check_data(home: Path, problem: Problem) -> None:
+    """Raise if the clients' data are not those with which the run began; the states are theirs."""
+    digest = hashlib.blake2b()
+    for leaf in map(np.asarray, jax.tree.leaves(problem.samples)):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    path, found = home / "data", digest.hexdigest().encode()
+    if not path.exists():
+        write_atomically(path, found)
+    elif path.read_bytes() != found:
+        raise InvalidInput(
+            "The data here are not those with which this run began: put those back, or begin a"
+            " new run."
+        )
+
+
 def _same(one: PyTree, other: PyTree) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def _put(where: np.ndarray, all: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Replace some rows, in place where that is possible."""
     if len(where) == len(all) and isinstance(in_order(where), slice):
         return new
-    changed = np.array(all)
-    changed[where] = new
+    if not all.flags.writeable:
+        all = np.array(all)
+    all[in_order(where)] = new
+    return all
+
+
+def _overlay(
+    clients: np.ndarray, others: np.ndarray, rows: np.ndarray, new: np.ndarray
+) -> np.ndarray:
+    """Return rows of clients, with new ones for those who are among the others."""
+    if np.array_equal(clients, others):
+        return new
+    _, here, there = np.intersect1d(clients, others, return_indices=True)
+    changed = np.array(rows)
+    changed[here] = new[there]
     return changed
 
 

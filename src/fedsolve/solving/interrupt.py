@@ -1,16 +1,39 @@
-"""Signals such as Ctrl-C, caught as a flag.
+"""Signals such as Ctrl-C, caught as a flag or as `KeyboardInterrupt`.
 
 An exception raised inside a compiled program can be swallowed there; a flag cannot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+
+@contextlib.contextmanager
+def interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """Raise `KeyboardInterrupt` for these signals in a `with` block.
+
+    That does not depend on SIGINT, which a shell has ignored in what it starts with `&`. A SIGHUP
+    that is ignored (`nohup`) stays so.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before: dict[signal.Signals, Handler] = {}
+    for each in signals:
+        if each == signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN:
+            before[each] = signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class Flag:

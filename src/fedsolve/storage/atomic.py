@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from fedsolve.errors import InvalidInput
 
+LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)  # what was written may not be there
 LOCK_RETRY = 0.1  # seconds between two attempts to lock a file
 
 
@@ -41,8 +43,10 @@ def sync_folder(folder: Path) -> None:
     """Write a folder's list of files to the disk; a new file's content alone is not enough."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            os.fsync(handle)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno in LOST:  # others say that the file system cannot sync a folder
+            raise
     finally:
         os.close(handle)
 
