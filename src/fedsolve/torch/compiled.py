@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from fedsolve.torch.module import Network
 from fedsolve.torch.operators.table import DrawsRandom
 from fedsolve.types import PRNGKey, PyTree
 
-State = dict[str, Shaped[Array, "..."] | Shaped[np.ndarray, "..."]]
+State = Mapping[str, Any]  # arrays by name
 BATCH = (
     "it normalises over the batch or changes buffers, and clients differ in size: give batch_size "
     "(and drop_last=True with local_epochs), or call .eval() on the normalisation layers"

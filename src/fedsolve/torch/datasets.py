@@ -68,5 +68,5 @@ def as_datasets(clients: object) -> Datasets | None:
 
 def _size_of(data: Any) -> int:
     """Return the number of samples of a Dataset or DataLoader; 0 if it has no length."""
-    dataset = data.dataset if isinstance(data, torch.utils.data.DataLoader) else data
+    dataset: Any = data.dataset if isinstance(data, torch.utils.data.DataLoader) else data
     return len(dataset) if hasattr(dataset, "__len__") else 0

@@ -218,8 +218,8 @@ def _program(
         kind = spec.kind.name
         if kind == "USER_OUTPUT":
             outputs.append(node)
-        elif kind == "BUFFER_MUTATION" and spec.target.startswith("module."):
-            changed[names[spec.target.removeprefix("module.")]] = node
+        elif kind == "BUFFER_MUTATION" and str(spec.target).startswith("module."):
+            changed[names[str(spec.target).removeprefix("module.")]] = node
         elif kind != "USER_INPUT_MUTATION":  # changes to its own copy of the data are its affair
             raise CannotCompile("it changes the module's parameters")
     nodes = tuple(node for node in graph.nodes if node.op not in ("placeholder", "output"))

@@ -258,7 +258,7 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf] | Run) -> torch.nn.
         >>> net(torch.ones(2)).tolist()
         [3.0]
     """
-    given = params
+    given: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
     if isinstance(params, Run):
         given = {**params.params, **(getattr(params.state, "buffers", None) or {})}
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}

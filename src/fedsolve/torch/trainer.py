@@ -106,18 +106,20 @@ class Trainer:
         module, params = self._module(w, state)
         start = {name: p.detach().clone() for name, p in params.items()}
         directions = None
+        corrections = None if correction is None else self._corrected(params, correction)
         with contextlib.ExitStack() as stack:
-            if correction is not None:
-                stack.enter_context(corrections := self._corrected(params, correction))
+            if corrections is not None:
+                stack.enter_context(corrections)
             stack.enter_context(randomness)
             stack.enter_context(torch.enable_grad())
             found = self.train(module, self._data(w.dtype, data, mask, order), seed_of(words))
-            if correction is not None:
+            if corrections is not None:
                 zeros = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
                 directions = zeros | corrections.directions()
-        after = self._parameters(module if found is None else found)
+        trained: Any = module if found is None else found
+        after = self._parameters(trained)
         change = _joined({name: start[name] - after[name].detach() for name in self.names})
-        buffers = dict((module if found is None else found).named_buffers())
+        buffers = dict(trained.named_buffers())
         return [
             change.astype(w.dtype, copy=False),
             change if directions is None else _joined(directions),
@@ -187,6 +189,7 @@ class Trainer:
         w = w.astype(jax.dtypes.canonicalize_dtype(w.dtype))
         state = {name: self.network.buffers[name] for name in self.changed}
         words, seen = np.array([1, 2], np.uint32), _Watched(self)
+        randomness, change = seeded(seed_of(words)), np.zeros(0)
         for attempt in range(2):  # what is imported on the way may use random numbers, once
             randomness = seeded(seed_of(words))
             try:
@@ -253,7 +256,7 @@ RANDOM = {
 
 def _common_randomness() -> dict[str, bytes]:
     """Return the random states that all threads share."""
-    legacy = np.random.get_state(legacy=True)  # noqa: NPY002 (to see whether it moved)
+    legacy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 (to see whether it moved)
     return {
         "PyTorch": torch.get_rng_state().numpy().tobytes(),
         "NumPy": np.asarray(legacy[1]).tobytes() + repr(legacy[2:]).encode(),

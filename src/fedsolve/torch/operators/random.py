@@ -11,7 +11,7 @@ from jax import lax
 from fedsolve.torch.operators.table import DrawsRandom, Last, Mask, Number, Sizes, Tensor, operator
 from fedsolve.types import PRNGKey
 
-Key = PRNGKey | None
+Key = Any  # PRNGKey | None
 Dtype = jnp.dtype | None
 
 

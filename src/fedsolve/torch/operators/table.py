@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Shaped
 
-Tensor = Shaped[Array, "..."]
-Number = float | int | bool
-Operand = Tensor | Number  # where ATen takes a tensor or a Python number
-Maybe = Tensor | None
-Sizes = Sequence[int]
+if TYPE_CHECKING:  # what a graph hands over is known when it is run, and checked then
+    Tensor = Number = Operand = Maybe = Sizes = Any
+else:
+    Tensor = Shaped[Array, "..."]
+    Number = float | int | bool
+    Operand = Tensor | Number  # where ATen takes a tensor or a Python number
+    Maybe = Tensor | None
+    Sizes = Sequence[int]
 
 NAMED: dict[str, Operator] = {}
 
