@@ -212,12 +212,12 @@ def main():
     options = parser.parse_args()
     work = WORK | LARGE if options.large else WORK
     print(f"{'module':26}{'PyTorch':>10}{'JAX':>10}{'ours':>10}{'difference':>12}")
-    for name, (*what, m, s) in work.items():
+    for name, (make, loss, make_data, by_hand, m, s) in work.items():
         if options.tiny:
             if name not in ("30-16-1", "LSTM"):
                 continue
             m, s = 2, 2
-        found = measure(*what[:4], m, s, 1 if options.tiny else options.tries)
+        found = measure(make, loss, make_data, by_hand, m, s, 1 if options.tiny else options.tries)
         times = [found.get(kind) for kind in ("PyTorch", "JAX", "ours")]
         cells = "".join(f"{'-' if t is None else f'{t:.5f}':>10}" for t in times)
         print(f"{name:26}{cells}{found['difference']:>12.1e}", flush=True)

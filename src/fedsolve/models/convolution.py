@@ -27,7 +27,7 @@ Padding = tuple[Pair, Pair]
 Window = tuple[Pair, Pair, Padding, Pair]  # size, stride, padding, dilation
 
 NONE: Padding = ((0, 0), (0, 0))
-# Bytes of neighbourhoods that are made at once. Forward and backward on 32 images, one core: with 64
+# Bytes of neighbourhoods made at once. Forward and backward on 32 images, one core: with 64
 # channels on 32×32 pixels 112 ms at once (75 MB), 57 ms by 2 images (5 MB), 60 ms by one; with 256
 # on 8×8 pixels 38 ms at once (19 MB), 39 ms by 4 images (2 MB), 43 ms by one (2026-11).
 CHUNK = 2**23

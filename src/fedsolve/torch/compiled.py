@@ -133,8 +133,8 @@ class Compiled:
             return jnp.asarray(array, dtype if _is_float(array) else None)
 
         state = state or {}
-        buffers = {name: cast(array) for name, array in (self.network.buffers | state).items()}
-        params = {name: cast(array) for name, array in (self.network.params | params).items()}
+        buffers = {name: cast(array) for name, array in {**self.network.buffers, **state}.items()}
+        params = {name: cast(array) for name, array in {**self.network.params, **params}.items()}
         types = jax.tree.leaves(self._types)
         leaves = [
             jnp.asarray(leaf, dtype if kind.is_floating_point else None)

@@ -26,6 +26,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np

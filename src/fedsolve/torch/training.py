@@ -240,7 +240,7 @@ class Trained:
         if follows.proximity is not None:
             correction["proximity"] = jnp.asarray(follows.proximity, full.dtype)
         samples = work.samples
-        change, directions, *state = call(
+        found = call(
             self._calls[which, bool(correction)],
             shapes,
             full,
@@ -251,8 +251,8 @@ class Trained:
             samples.state,
             correction,
         )
-        parts = [self._shared(work, vector) for vector in (change, directions)]
-        return Walked(*parts, structure.unflatten(state))
+        change, directions = (self._shared(work, vector) for vector in found[:2])
+        return Walked(change, directions, structure.unflatten(found[2:]))
 
     def _shared(self, work: LocalWork, full: Array) -> Array:
         """Return the trained part of a vector of all parameters."""

@@ -119,8 +119,8 @@ def _called(
     for leaf in found:
         if leaf.device.type != "cpu":
             raise InvalidInput(f"The {name} returns a tensor on the device {leaf.device}.{CPU}")
-    for buffer, tensor in module.named_buffers():
-        if not _same(tensor, buffers[buffer]):
+    for buffer, held in module.named_buffers():
+        if not _same(held, buffers[buffer]):
             raise InvalidInput(
                 f"The {name} changes the module's buffer {buffer!r} in evaluation mode; change "
                 "buffers only where model.training is true."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ from jax import lax
 from fedsolve.torch.operators.table import DrawsRandom, Last, Mask, Number, Sizes, Tensor, operator
 from fedsolve.types import PRNGKey
 
-Key = Any  # PRNGKey | None
+if TYPE_CHECKING:  # as the operands
+    Key = Any
+else:
+    Key = PRNGKey | None
 Dtype = jnp.dtype | None
 
 

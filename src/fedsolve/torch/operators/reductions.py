@@ -112,8 +112,8 @@ def variance(
     x: Tensor, dim: Dim = None, correction: Number | None = 1, keepdim: bool = False
 ) -> Tensor:
     """Compute the variance."""
-    correction = 1 if correction is None else correction
-    return jnp.var(x, axes(dim, x.ndim), ddof=correction, keepdims=keepdim)
+    ddof = 1 if correction is None else int(correction)
+    return jnp.var(x, axes(dim, x.ndim), ddof=ddof, keepdims=keepdim)
 
 
 @operator("aten.var_mean.correction")
