@@ -46,6 +46,7 @@ def selection_skew(picks: Picks, rounds: Round) -> Float[Array, ""]:
     the same clients are selected in every round.
     """
     total = jnp.asarray(rounds, jnp.result_type(float))
-    share = jnp.mean(picks) / total
+    counts = jnp.asarray(picks, total.dtype)  # the mean of integers would be rounded to 32 bits
+    share = jnp.mean(counts) / total
     usual = total * share * (1 - share)
-    return jnp.sqrt(jnp.where(usual > 0, jnp.var(picks) / jnp.where(usual > 0, usual, 1), 0))
+    return jnp.sqrt(jnp.where(usual > 0, jnp.var(counts) / jnp.where(usual > 0, usual, 1), 0))

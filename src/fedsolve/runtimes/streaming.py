@@ -349,7 +349,7 @@ def _evaluate_block(
     memory: PyTree,
 ) -> Values:
     key, gradient = state.evaluation_key, options.wants_gradient
-    return client_values(problem, w, key, first, options, gradient, memory)
+    return client_values(problem, w, key, first, options, gradient, memory=memory)
 
 
 @eqx.filter_jit
