@@ -29,6 +29,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "fuzz_wire.py": "200 inputs in",
     "fuzz_wire.py --questions": "200 inputs in",
     "games.py": "| Pigou's prices |",
+    "gateway.py": "median ms a round",
     "limits.py FedSGM MOON --out out.json": "| FedSGM |",
     "million.py": "clients that have a state",
     "neyman_pearson.py": "NumPy transcription",
@@ -39,9 +40,16 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
         "Written to reproduced"
     ),
     "scaling.py": "| strong | 1 |",
+    "torch_modules.py": "LSTM",
 }
 DATA = {"cifar_table.py": "mnist", "--work mnist": "mnist", "--work cifar10": "cifar10"}
-NEEDS = {"cartpole.py": "gymnasium", "deployment.py": "nvflare", "fuzz_wire.py": "nvflare"}
+NEEDS = {
+    "cartpole.py": "gymnasium",
+    "deployment.py": "nvflare",
+    "fuzz_wire.py": "nvflare",
+    "gateway.py": "nvflare",
+    "torch_modules.py": "torch",
+}
 ELSEWHERE = {
     "cluster/ray_job.py": "it needs Ray",
     "peers/bare_scan.py": "peers/run.py starts it",

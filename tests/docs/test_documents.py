@@ -84,7 +84,9 @@ def test_the_participation_page_works(capsys):
     names = {}
     for block in blocks("docs/participation.md"):
         exec(block, names)
-    away, near = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[-2:])
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (away,) = (float(line[1]) for line in said if line[0] == "False")
+    (near,) = (float(line[1]) for line in said if line[0] == "True")
     assert near < 0.2 * away
 
 
@@ -324,7 +326,8 @@ def test_the_first_commands_work(fedsolve, tmp_path):
 
 def test_files_that_are_shown_are_understood(tmp_path):
     """Whole experiments, parts of one, federations, and what a site's owner writes."""
-    shown = [tomllib.loads(block) for page in PAGES for block in blocks(page, "toml")]
+    pages = [page for page in PAGES if page != "docs/tutorials/torch.md"]  # has a test of its own
+    shown = [tomllib.loads(block) for page in pages for block in blocks(page, "toml")]
     assert len(shown) >= 5
     for table in shown:
         if "sites" in table:

@@ -143,13 +143,12 @@ def test_fixed_parameters_are_counted_apart(tmp_path):
 
 def test_the_share_over_the_tolerance():
     values = np.array([0.2, 0.04, -0.1, 0.06])
-    told = cards._constraint({"constraint": values}, 0.05, None)
+    history, shorter = History({"constraint": values}), History({"constraint": values[:3]})
+    told = cards._constraint(history, 0.05, None)
     assert told.startswith("the constraint is 0.06 at the end, over the tolerance 0.05; ")
     assert told.endswith("over it in 50.0% of 4 evaluations, at most 0.2.")
-    assert "over it in 75.0% of 4 evaluations" in cards._constraint(
-        {"constraint": values}, None, None
-    )
-    assert "at the end, within 0 (" in cards._constraint({"constraint": values[:3]}, None, None)
+    assert "over it in 75.0% of 4 evaluations" in cards._constraint(history, None, None)
+    assert "at the end, within 0 (" in cards._constraint(shorter, None, None)
 
 
 CHEAP = ("linear_regression", "neyman_pearson", "phase_retrieval")
