@@ -12,10 +12,11 @@ import fedsolve as fs
 DATA = Path(os.environ.get("FEDSOLVE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
-def needs_data(name):
+def needs_data(name, file=None):
     """Skips a test where the real data set is not on this machine."""
-    there = (DATA / name / f"{name}.npz").is_file()
-    return pytest.mark.skipif(not there, reason=f"needs {name}.npz below FEDSOLVE_DATA")
+    file = file or f"{name}.npz"
+    there = (DATA / name / file).is_file()
+    return pytest.mark.skipif(not there, reason=f"needs {name}/{file} below FEDSOLVE_DATA")
 
 
 def quadratic(w, data):

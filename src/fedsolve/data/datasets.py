@@ -1,9 +1,10 @@
 """Data sets by name.
 
-`load("mnist")` looks for `mnist/mnist.npz` in the folder named by `FEDSOLVE_DATA`, then in the
-cache (`$XDG_CACHE_HOME/fedsolve/data`, by default `~/.cache/fedsolve/data`). If it is in neither,
-the original files are downloaded, compared with their published checksums, and stored in the cache
-as `mnist.npz`. A download that fails leaves nothing behind.
+`load("mnist")` looks for `mnist/mnist.npz`, or for the original files in `mnist/`, in the folder
+named by `FEDSOLVE_DATA`, then in the cache (`$XDG_CACHE_HOME/fedsolve/data`, by default
+`~/.cache/fedsolve/data`). If it is in neither, the original files are downloaded, compared with
+their published checksums, and stored in the cache as `mnist.npz`. A download that fails leaves
+nothing behind.
 
 To add a data set, write its two functions in `readers` and one entry in `sources.SOURCES`.
 """
@@ -39,6 +40,7 @@ def load(name: str) -> Dataset:
     | `cifar10` | `x` 32×32×3, 0 to 255; `y`, ten classes |
     | `adult` | the 14 columns of the census, codes for words; `income`: 1 above 50,000 |
     | `qsar_oral_toxicity` | `x` 1024 bits; `y`: 1 for toxic; there is no test part |
+    | `tcga_brca` | `x` 39 numbers; `time` in days; `event` 1: death; `region`, six of them |
     | `food101` | `x` 64×64×3 (the middle of the picture, scaled), 0 to 255; `y`, 101 classes |
 
     Args:
@@ -61,18 +63,29 @@ def load(name: str) -> Dataset:
     """
     if name not in SOURCES:
         raise InvalidInput(f"There is no data set {name!r}; there are {', '.join(SOURCES)}.")
-    places = [cache() / name / f"{name}.npz"]
+    source, folders = SOURCES[name], [cache() / name]
     if "FEDSOLVE_DATA" in os.environ:
-        places.insert(0, Path(os.environ["FEDSOLVE_DATA"], name, f"{name}.npz"))
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        path = places[-1]
-        fetch(name, SOURCES[name], path)
+        folders.insert(0, Path(os.environ["FEDSOLVE_DATA"], name))
+    files = _files(name, source, folders)
+    if not files:
+        files = [folders[-1] / f"{name}.npz"]
+        fetch(name, source, files[0])
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return SOURCES[name].present(arrays)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise InvalidInput(f"{path} is not the data set {name}: {error}.") from error
+        if files[0].suffix != ".npz":
+            return source.present(source.parse(*files))
+        with np.load(files[0], allow_pickle=False) as arrays:
+            return source.present(arrays)
+    except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+        raise InvalidInput(f"{files[0]} is not the data set {name}: {error}.") from error
+
+
+def _files(name: str, source: Source, folders: list[Path]) -> list[Path]:
+    """Return the npz file, or all original files, in the first folder that has them."""
+    for folder in folders:
+        for files in ([f"{name}.npz"], [file.name for file in source.files]):
+            if all((folder / file).is_file() for file in files):
+                return [folder / file for file in files]
+    return []
 
 
 def cache() -> Path:

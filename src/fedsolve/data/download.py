@@ -56,11 +56,10 @@ def _download(name: str, file: File, folder: Path) -> Path:
     """Save a file, unpacked if it is `.gz` but not an archive, and compare its checksum."""
     import urllib.request  # slow to import, and rarely needed
 
-    packed = file.url.endswith(".gz") and not file.url.endswith(".tar.gz")
-    target = folder / file.url.rsplit("/", 1)[1].removesuffix(".gz" if packed else "\0")
+    target = folder / file.name
     try:
         with urllib.request.urlopen(file.url, timeout=60) as answer, open(target, "wb") as out:
-            stream: BinaryIO = gzip.GzipFile(fileobj=answer) if packed else answer  # type: ignore
+            stream: BinaryIO = gzip.GzipFile(fileobj=answer) if file.is_packed else answer  # type: ignore
             digest = hashlib.md5(usedforsecurity=False)
             while block := stream.read(1 << 20):
                 digest.update(block)

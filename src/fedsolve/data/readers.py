@@ -204,3 +204,42 @@ def read_food101(archive: Path) -> Arrays:
     if place:
         raise ValueError(f"{len(place)} pictures are missing, such as {next(iter(place))}")
     return arrays
+
+
+# Fed-TCGA-BRCA: the patients, their division, and the region of every hospital
+
+CLINICAL = 39  # columns of a patient between the name and the event
+
+
+def read_tcga_brca(patients: Path, division: Path, hospitals: Path) -> Arrays:
+    """Read the patients of FLamby's division, in the order of their file."""
+
+    def rows(path: Path) -> list[list[str]]:
+        return list(csv.reader(io.StringIO(path.read_text("utf-8"))))[1:]
+
+    place = {name: part.split("_") for name, _, part in rows(division)}
+    regions = {line[0]: line[4] for line in rows(hospitals)}
+    kept = [line for line in rows(patients) if line[0] in place]
+    if len(kept) != len(place) or any(len(line) != CLINICAL + 3 for line in kept):
+        raise ValueError("the patients are not those of the division")
+    numbers = np.asarray([line[1:] for line in kept]).astype(np.float32)
+    region = np.asarray([int(place[line[0]][1]) for line in kept], np.uint8)
+    names = dict(zip(region, [regions[line[0].split("-")[1]] for line in kept], strict=True))
+    return {
+        "x": numbers[:, :CLINICAL],
+        "event": numbers[:, CLINICAL].astype(np.int8),
+        "time": numbers[:, CLINICAL + 1],
+        "region": region,
+        "in_test": np.asarray([place[line[0]][0] == "test" for line in kept]),
+        "region_names": np.asarray([names[code] for code in sorted(names)]),
+    }
+
+
+def present_tcga_brca(arrays: Mapping[str, np.ndarray]) -> Dataset:
+    """Present both parts, with the names of the regions."""
+    columns = {name: arrays[name] for name in ("x", "event", "time", "region")}
+    train, test = (
+        {name: values[arrays["in_test"] == part] for name, values in columns.items()}
+        for part in (False, True)
+    )
+    return Dataset(train, test, {"region": arrays["region_names"].tolist()})

@@ -29,6 +29,17 @@ class File:
     url: str
     md5: str | None
 
+    @property
+    def name(self) -> str:
+        """The name of the file on this machine, without `.gz` unless it is an archive."""
+        name = self.url.rsplit("/", 1)[1]
+        return name.removesuffix(".gz") if self.is_packed else name
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the file is a single one that is packed."""
+        return self.url.endswith(".gz") and not self.url.endswith(".tar.gz")
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -53,6 +64,10 @@ class Source:
 
 
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_FLAMBY = (  # the commit is part of the address
+    "https://raw.githubusercontent.com/owkin/FLamby/edacf54d5211520583b0133d55ac39b6fda8324b/"
+    "flamby/datasets/fed_tcga_brca/"
+)
 _UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 SOURCES: dict[str, Source] = {
     "mnist": Source(
@@ -88,6 +103,18 @@ SOURCES: dict[str, Source] = {
         readers.read_qsar,
         readers.present_qsar,
         contents="5d174d7a057da444ff23b14339ede98e447b3d347e1511e879942e39bf2f5d84",
+    ),
+    "tcga_brca": Source(
+        (
+            File(_FLAMBY + "brca.csv", "989df4ddec084f749d9593146d7ba92f"),
+            File(
+                _FLAMBY + "dataset_creation_scripts/train_test_split.csv",
+                "e648057e47463ee7763924d779cd7f2d",
+            ),
+            File(_FLAMBY + "centers.csv", "03f23a40c35dfb8460b910d090e98dd5"),
+        ),
+        readers.read_tcga_brca,
+        readers.present_tcga_brca,
     ),
     "food101": Source(
         (

@@ -18,6 +18,7 @@ from fedsolve.problems.sparse import (
     sparse_logistic,
     sparse_regression,
 )
+from fedsolve.problems.survival import tcga_brca
 
 # The problems that a configuration file may name, in the order in which they are listed to users.
 BY_NAME: dict[str, Callable[..., Problem]] = {
@@ -30,6 +31,7 @@ BY_NAME: dict[str, Callable[..., Problem]] = {
     "sparse_logistic": sparse_logistic,
     "neyman_pearson": neyman_pearson,
     "phase_retrieval": phase_retrieval,
+    "tcga_brca": tcga_brca,
 }
 
 __all__ = [
@@ -49,4 +51,5 @@ __all__ = [
     "read_libsvm",
     "sparse_logistic",
     "sparse_regression",
+    "tcga_brca",
 ]
