@@ -44,6 +44,7 @@ def main() -> None:
     algorithms = {
         "FedSGM": (problem, fs.FedSGM(1e-3)),
         "PenaltyFedAvg": (problem, fs.PenaltyFedAvg(1e-3, rho=1.0)),
+        "LagrangianFedAvg": (problem, fs.LagrangianFedAvg(1e-3, dual_step=0.1)),
         "IPPConEx": (problem, fs.IPPConEx(1e-3)),
         "FedAvg": (free, fs.FedAvg(1e-3)),
         "FedProx": (free, fs.FedProx(1e-3)),

@@ -1,24 +1,11 @@
 """Penalty FedAvg and IPP-ConEx against transcriptions, special cases and true optima."""
 
-import cvxpy as cp
 import numpy as np
 import pytest
 
 import fedsolve as fs
 from tests.support import examples, oracles
 from tests.support.trajectories import trajectory
-
-
-def optimum(problem, tolerance):
-    """min f subject to g ≤ ε, of `least_squares`, by CVXPY."""
-    data = problem.samples.values
-    w = cp.Variable(data["inputs"].shape[2])
-    inputs, targets = data["inputs"].reshape(-1, w.size), data["targets"].reshape(-1)
-    f = cp.sum_squares(inputs @ w - targets) / (2 * len(targets))
-    g = data["normal"].mean(axis=0) @ w - data["offset"].mean()
-    program = cp.Problem(cp.Minimize(f), [g <= tolerance])
-    program.solve(solver=cp.CLARABEL)
-    return w.value, float(program.value), float(program.constraints[0].dual_value)
 
 
 def test_penalty_follows_the_transcription():
@@ -56,7 +43,7 @@ def test_without_a_penalty_it_is_fedavg():
 def test_penalty_is_exact_above_the_multiplier_and_infeasible_below():
     """min f + ρ[g]₊ is the constrained optimum if and only if ρ is at least its multiplier."""
     problem = examples.least_squares()
-    _, value, multiplier = optimum(problem, 0.0)
+    _, value, multiplier = examples.least_squares_optimum(problem, 0.0)
     assert multiplier > 0.1
     found = {}
     for factor in (0.5, 2.0):
@@ -106,7 +93,7 @@ def test_conex_follows_the_transcription():
 
 def test_conex_reaches_the_constrained_optimum():
     problem = examples.least_squares()
-    best, value, _ = optimum(problem, 0.0)
+    best, value, _ = examples.least_squares_optimum(problem, 0.0)
     algorithm = fs.IPPConEx(0.2, dual_step=0.3, proximal=0.2, steps=200)
     run = fs.solve(problem, algorithm, 6000, evaluate_every=200, precision="float64")
     gaps = np.abs(run.history["objective"] - value)

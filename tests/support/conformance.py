@@ -67,6 +67,15 @@ ALGORITHMS = {
     "FedAlt": fs.FedAlt(0.05, participants=3, local_steps=2, personal_steps=1),
     "FedSim, Top-K": fs.FedSim(0.05, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
     "PenaltyFedAvg": fs.PenaltyFedAvg(0.02, 0.1, rho=2.0, participants=3, local_steps=2),
+    "LagrangianFedAvg": fs.LagrangianFedAvg(
+        0.02,
+        tolerance=0.1,
+        dual_step=0.1,
+        participants=3,
+        local_steps=2,
+        uplink=fs.TopK(0.6),
+        downlink=fs.TopK(0.6),
+    ),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 

@@ -71,6 +71,20 @@ def least_squares_clients(problem):
     ]
 
 
+def least_squares_optimum(problem, tolerance):
+    """The w*, f* and multiplier of `least_squares` with g ≤ ε, by CVXPY."""
+    import cvxpy as cp
+
+    data = problem.samples.values
+    w = cp.Variable(data["inputs"].shape[2])
+    inputs, targets = data["inputs"].reshape(-1, w.size), data["targets"].reshape(-1)
+    f = cp.sum_squares(inputs @ w - targets) / (2 * len(targets))
+    g = data["normal"].mean(axis=0) @ w - data["offset"].mean()
+    program = cp.Problem(cp.Minimize(f), [g <= tolerance])
+    program.solve(solver=cp.CLARABEL)
+    return w.value, float(program.value), float(program.constraints[0].dual_value)
+
+
 def contribution_game(clients=6, seed=0, most=8):
     """The paper's game for clients with `most` samples: N* is at bounds and between them."""
     rng = np.random.default_rng(seed)

@@ -92,6 +92,26 @@ def penalty_fedavg(clients, w0, cohorts, step_size, tolerance, rho, local_steps=
     return np.asarray(path)
 
 
+def lagrangian_fedavg(
+    clients, w0, cohorts, step_size, dual_step, tolerance, bound=np.inf, local_steps=1
+):
+    """FedAvg on f + λ(g − ε) with projected dual ascent; returns all w and all λ."""
+    w, dual, path, duals = w0.copy(), 0.0, [w0.copy()], [0.0]
+    for cohort in cohorts:
+        ends = []
+        for j in cohort:
+            grad_f, _, grad_g = clients[j]
+            local = w.copy()
+            for _ in range(local_steps):
+                local = local - step_size * (grad_f(local) + dual * grad_g(local))
+            ends.append(local)
+        violation = np.mean([clients[j][1](w) for j in cohort]) - tolerance
+        w, dual = np.mean(ends, axis=0), min(max(dual + dual_step * violation, 0.0), bound)
+        path.append(w)
+        duals.append(dual)
+    return np.asarray(path), np.asarray(duals)
+
+
 def ipp_conex(f_prime, psi, psi_prime, x0, outer, inner, eta, tau, theta, mu_0, mu_1):
     """Boob, Deng and Lan: inexact proximal point over ConEx (their Algorithm 1, γ_t = 1).
 

@@ -16,6 +16,7 @@ from fedsolve.algorithms.fedprox import FedProx
 from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.fedsim import FedSim
 from fedsolve.algorithms.incentfedavg import IncentFedAvg
+from fedsolve.algorithms.lagrangian import LagrangianFedAvg
 from fedsolve.algorithms.moon import MOON
 from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
@@ -42,6 +43,7 @@ __all__ = [
     "Hard",
     "IPPConEx",
     "IncentFedAvg",
+    "LagrangianFedAvg",
     "Participating",
     "PenaltyFedAvg",
     "SelectingTwice",
