@@ -1,5 +1,7 @@
 """LagrangianFedAvg against a transcription, a closed form and true optima."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -82,7 +84,7 @@ def test_it_reaches_the_constrained_optimum_and_its_multiplier():
 
 def test_without_a_dual_step_it_is_fedavg():
     problem = examples.least_squares()
-    options = {"local_steps": 4, "participants": 3, "uplink": fs.TopK(0.4)}
+    options: dict[str, Any] = {"local_steps": 4, "participants": 3, "uplink": fs.TopK(0.4)}
     nothing, _ = trajectory(problem, fs.LagrangianFedAvg(0.05, dual_step=0.0, **options), 30)
     fedavg, _ = trajectory(problem, fs.FedAvg(0.05, **options), 30)
     np.testing.assert_allclose(nothing, fedavg, atol=1e-12)

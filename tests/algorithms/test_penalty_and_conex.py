@@ -1,5 +1,7 @@
 """Penalty FedAvg and IPP-ConEx against transcriptions, special cases and true optima."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,7 @@ def test_penalty_follows_the_transcription():
 
 
 def test_without_a_penalty_it_is_fedavg():
-    options = {"local_steps": 4, "participants": 3}
+    options: dict[str, Any] = {"local_steps": 4, "participants": 3}
     nothing, _ = trajectory(
         examples.least_squares(), fs.PenaltyFedAvg(0.05, rho=0.0, **options), 60
     )

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def least_squares_clients(problem):
     ]
 
 
-def least_squares_optimum(problem, tolerance):
+def least_squares_optimum(problem, tolerance) -> Any:
     """The w*, f* and multiplier of `least_squares` with g ≤ ε, by CVXPY."""
     import cvxpy as cp
 
@@ -82,7 +83,9 @@ def least_squares_optimum(problem, tolerance):
     g = data["normal"].mean(axis=0) @ w - data["offset"].mean()
     program = cp.Problem(cp.Minimize(f), [g <= tolerance])
     program.solve(solver=cp.CLARABEL)
-    return w.value, float(program.value), float(program.constraints[0].dual_value)
+    multiplier: Any = program.constraints[0].dual_value
+    value: Any = program.value
+    return w.value, float(value), float(multiplier)
 
 
 def contribution_game(clients=6, seed=0, most=8):
