@@ -287,7 +287,7 @@ def test_commands_that_are_shown_exist(page):
     """Their options are known, and what they name is there. They are not run here: those that take
     seconds are run by the next test and by the tests of the command line, checkpoints, trackers and
     deployments with fewer rounds; the others take minutes, data or several machines."""
-    commands = typer.main.get_command(cli.app).commands
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     for command, *words in commands_of(page):
         if command == "python":
             assert (ROOT / words[0]).is_file()
@@ -326,7 +326,8 @@ def test_the_first_commands_work(fedsolve, tmp_path):
 
 def test_files_that_are_shown_are_understood(tmp_path):
     """Whole experiments, parts of one, federations, and what a site's owner writes."""
-    pages = [page for page in PAGES if page != "docs/tutorials/torch.md"]  # has a test of its own
+    own_tests = ("docs/tutorials/torch.md", "docs/tables.md")
+    pages = [page for page in PAGES if page not in own_tests]
     shown = [tomllib.loads(block) for page in pages for block in blocks(page, "toml")]
     assert len(shown) >= 5
     for table in shown:

@@ -12,6 +12,12 @@ or
     [data]
     loader = "clinic.data:patients"     # the owner's function of the path; returns such arrays
     path = "patients.csv"
+or, for the problem `tabular`
+    [data]
+    loader = "csv"
+    path = "patients.csv"     # or a list of files, a client each
+    separator = ";"           # see `fedsolve.data.tables.Source`
+    columns = { age = "Alter", weight = { column = "pounds", factor = 0.4536 } }
 
     [allow]                   # beside what comes with Fedsolve; nothing unless written here
     problems = ["clinic.models:survival"]
@@ -32,8 +38,10 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from fedsolve.data.tables import Source, read_rows
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.problem import Problem
+from fedsolve.problems.tables import SumsLoss, TabularLoss
 from fedsolve.types import Table
 
 
@@ -71,18 +79,37 @@ def check_data(path: Path) -> None:
             raise InvalidInput(
                 f"{path}: share takes a first client from 0 on and at least one, got {share!r}."
             )
+    elif loader == "csv":
+        csv_files(path)
+        Source.of(data)
     elif not isinstance(loader, str) or not isinstance(data.get("path"), str):
         raise InvalidInput(f"{path}: [data] needs `share`, or `loader` and a `path`.")
     elif loader != "npz" and ":" not in loader:
-        raise InvalidInput(f'{path}: loader takes "npz" or "module:function", got {loader!r}.')
+        raise InvalidInput(
+            f'{path}: loader takes "csv", "npz" or "module:function", got {loader!r}.'
+        )
 
 
-def load_clients(path: Path) -> Mapping[str, object] | None:
-    """Load the arrays that a site's file names; None if it takes a share of the problem's data."""
+def csv_files(path: Path) -> list[Path]:
+    """Return the CSV files that a site's file names."""
+    named = read_owners_file(path)["data"].get("path")
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise InvalidInput(f'{path}: loader = "csv" needs a path, or a list of paths.')
+    return [Path(path.parent, name) for name in names]
+
+
+def load_clients(path: Path, problem: Problem | None = None) -> Mapping[str, object] | None:
+    """Load the arrays that a site's file names; None if it takes a share of the problem's data.
+
+    CSV files are read by the problem's schema; without a problem, they are only opened.
+    """
     check_data(path)
     data = read_owners_file(path)["data"]
     if "share" in data:
         return None
+    if data["loader"] == "csv":
+        return _load_csv(csv_files(path), Source.of(data), problem)
     source, loader = Path(path.parent, data["path"]), data["loader"]
     try:
         if loader == "npz":
@@ -102,9 +129,23 @@ def load_clients(path: Path) -> Mapping[str, object] | None:
     return found
 
 
+def _load_csv(
+    files: list[Path], source: Source, problem: Problem | None
+) -> Mapping[str, object] | None:
+    """Read a client from each file."""
+    if problem is None:
+        for file in files:
+            read_rows(file, source)
+        return None
+    reader = problem.given[0]
+    if not isinstance(reader, TabularLoss | SumsLoss):
+        raise InvalidInput('loader = "csv" is for the problem "tabular"; use a loader of your own.')
+    return reader.read_clients(files, source)
+
+
 def site_problem(problem: Problem, path: Path) -> Problem:
     """Return the problem with this site's clients in place of all."""
-    found = load_clients(path)
+    found = load_clients(path, problem)
     if found is not None:
         return problem.with_clients(found)
     first, count = read_owners_file(path)["data"]["share"]

@@ -19,6 +19,7 @@ from fedsolve.problems.sparse import (
     sparse_regression,
 )
 from fedsolve.problems.survival import tcga_brca
+from fedsolve.problems.tables import tabular, tabular_sums
 
 # The problems that a configuration file may name, in the order in which they are listed to users.
 BY_NAME: dict[str, Callable[..., Problem]] = {
@@ -32,6 +33,8 @@ BY_NAME: dict[str, Callable[..., Problem]] = {
     "neyman_pearson": neyman_pearson,
     "phase_retrieval": phase_retrieval,
     "tcga_brca": tcga_brca,
+    "tabular": tabular,
+    "tabular_sums": tabular_sums,
 }
 
 __all__ = [
@@ -51,5 +54,7 @@ __all__ = [
     "read_libsvm",
     "sparse_logistic",
     "sparse_regression",
+    "tabular",
+    "tabular_sums",
     "tcga_brca",
 ]
