@@ -10,6 +10,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 
 from fedsolve import (
     algorithms,
+    auditing,
     compression,
     experiments,
     games,
@@ -76,6 +77,7 @@ __all__ = [
     "Tracked",
     "Tracker",
     "WholeSpace",
+    "auditing",
     "datasets",
     "experiments",
     "games",

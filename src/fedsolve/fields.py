@@ -82,6 +82,12 @@ def check_count(name: str, value: object, most: int | None = None) -> None:
         raise InvalidInput(f"{name} is {value}, but there are only {most} clients.")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise if the value is not True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} must be True or False, got {value!r}.")
+
+
 def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"]:
     """Read a table of numbers from a file: `.npy`, or text with commas."""
     path = Path(path)

@@ -76,6 +76,16 @@ ALGORITHMS = {
         uplink=fs.TopK(0.6),
         downlink=fs.TopK(0.6),
     ),
+    "SafeEF": fs.SafeEF(0.05, 0.1, uplink=fs.TopK(0.6), downlink=fs.TopK(0.6)),
+    "QFedAvg": fs.QFedAvg(
+        0.03,
+        fairness=1.0,
+        participants=3,
+        local_steps=2,
+        uplink=fs.TopK(0.6),
+        downlink=fs.TopK(0.6),
+    ),
+    "AFL": fs.AFL(0.03, weight_step=0.01, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 

@@ -257,3 +257,46 @@ def fedadmm(
             steps.append((w, local.copy(), pi.copy(), eps.copy()))
         averaged.append(z.sum(axis=0) / sigma)
     return np.asarray(averaged), steps
+
+
+def _descended(slope, w, step_size, local_steps):
+    for _ in range(local_steps):
+        w = w - step_size * slope(w)
+    return w
+
+
+def q_fedavg(clients, w0, cohorts, q, lipschitz, local_steps=1):
+    """q-FedAvg (Li et al. 2020, Algorithm 2), steps of 1/L. `clients` is a list of (F_k, ∇F_k).
+
+    Returns every w."""
+    path = [w0]
+    for cohort in cohorts:
+        w, moves, bounds = path[-1], [], []
+        for k in cohort:
+            loss, slope = clients[k]
+            far = lipschitz * (w - _descended(slope, w, 1 / lipschitz, local_steps))
+            F = loss(w)
+            moves.append(F**q * far)
+            bounds.append(q * F ** (q - 1) * (far @ far) + lipschitz * F**q)
+        path.append(w - np.sum(moves, axis=0) / np.sum(bounds))
+    return np.asarray(path)
+
+
+def afl(clients, w0, cohorts, step_size, weight_step, local_steps=1):
+    """Stochastic-AFL (Mohri et al. 2019) with per-domain gradients, and FedAvg's local steps.
+
+    `clients` is a list of (f_k, ∇f_k). Returns every w and every λ."""
+    n = len(clients)
+    path, mixtures = [w0], [np.full(n, 1 / n)]
+    for cohort in cohorts:
+        w, mixture = path[-1], mixtures[-1]
+        move, rise = np.zeros_like(w), np.zeros(n)
+        for k in cohort:
+            loss, slope = clients[k]
+            move += (
+                n / len(cohort) * mixture[k] * (w - _descended(slope, w, step_size, local_steps))
+            )
+            rise[k] = n / len(cohort) * loss(w)
+        path.append(w - move)
+        mixtures.append(capped(mixture + weight_step * rise, 1.0))
+    return np.asarray(path), np.asarray(mixtures)

@@ -7,6 +7,7 @@ import types
 PACKAGES = (
     "fedsolve",
     "fedsolve.algorithms",
+    "fedsolve.auditing",
     "fedsolve.compression",
     "fedsolve.data",
     "fedsolve.errors",

@@ -76,6 +76,21 @@ def right_hand_side(eta, D, G, E, T, extra=0.0):
     return D**2 / (2 * eta * E * T) + eta * G**2 * (E / 2 + 1 + E**2 / 3 + extra)
 
 
+def direct_right_hand_side(eta, D, G, E, T, extra=0.0, rho=0.0):
+    """The same where ‖w_t − w_{j,τ}‖ ≤ ητG bounds both terms of local drift: 4ηG·Σ_τ ητG, and for
+    ρ-weak convexity 2ηρ·Σ_τ (ητG)², over 2ηE."""
+    drift = sum(4 * eta * G * eta * tau * G for tau in range(E))
+    drift += sum(2 * eta * rho * (eta * tau * G) ** 2 for tau in range(E))
+    return (D**2 / T + (eta * E * G) ** 2 + drift) / (2 * eta * E) + eta * G**2 * extra
+
+
+def soft_gap(epsilon, S):
+    """The most that (20), mean[(1 − σ)(f − f*) + σ g] ≤ S, allows for f(w̄) − f* with β = 2/ε: the
+    largest over a = mean(1 − σ), where g = ε − (1 − σ)/β wherever both gradients are mixed."""
+    a = np.linspace(1e-4, 1, 200_001)
+    return max(np.max(epsilon - (epsilon - S) / a + (1 - a) * epsilon / 2), epsilon)
+
+
 def sampled_compressed_price(E, n, m, q, q0):
     """Γ as the steps of Theorem 7's proof add up for a compressor with ‖C(v)‖ ≤ ‖v‖.
 

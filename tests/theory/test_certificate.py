@@ -79,6 +79,66 @@ def test_bounds_hold_with_few_participants(options, rounds, twist):
     check_promises(options, rounds, [(p, fs.theory.optimum(p, 1e-7)) for p in made], twist)
 
 
+NOISE, MANY = 0.3, 50
+
+
+def noisy_lines(seed):
+    """f and g linear in a disc, with minibatch gradients that are off by 0.3 in one of two ways.
+
+    So σ_ξ of Assumption 5 is 0.3 (E exp(‖δ‖²/σ_ξ²) = e), G = 1 and D = 2 for certain, and f* has a
+    closed form.
+    """
+    rng = np.random.default_rng(seed)
+    slopes = rng.standard_normal((2, 2))
+    slopes /= np.linalg.norm(slopes, axis=1, keepdims=True)
+    away = NOISE * rng.standard_normal((MANY, 1, 2))
+    away *= NOISE / np.linalg.norm(away, axis=2, keepdims=True)
+    signs = np.array([1.0, -1.0])[None, :, None]
+    data = {"f": (1 - NOISE) * slopes[0] + signs * away, "g": np.tile(slopes[1], (MANY, 2, 1))}
+    problem = fs.Problem(
+        lambda w, data: jnp.mean(data["f"] @ w),
+        data,
+        np.array([0.9, 0.0]),
+        lambda w, data: jnp.mean(data["g"] @ w),
+        fs.Ball(1.0),
+        batch_size=1,
+    )
+    w = cp.Variable(2)
+    program = cp.Problem(
+        cp.Minimize((1 - NOISE) * slopes[0] @ w), [slopes[1] @ w <= 0, cp.norm(w) <= 1]
+    )
+    return problem, program.solve(solver=cp.CLARABEL)
+
+
+@pytest.mark.parametrize("participants", [None, 10])
+def test_theorem_9_holds_in_runs(participants):
+    """Stochastic gradients; the promise excludes a part of X, whose worst point is 1.4 above f*."""
+    for seed in range(2):
+        problem, best = noisy_lines(seed)
+        algorithm = fs.FedSGM.from_theory(
+            problem,
+            10_000,
+            local_steps=2,
+            participants=participants,
+            lipschitz=1.0,
+            gradient_noise=NOISE,
+            constraint_noise=0.0,
+            sigma=0.0,
+        )
+        promise = algorithm.guarantee
+        assert "Theorem 9" in promise.theorem
+        assert promise.bound < 0.45
+        run = fs.solve(problem, algorithm, 10_000, seed=seed, evaluate_every=10_000)
+        found = run.certificate(optimum=best)
+        assert found.holds, str(found)
+        highest = (1 - NOISE) * 1.0 - best
+        assert highest > promise.bound
+
+
+def test_our_bound_on_local_steps_holds_in_runs(problems):
+    check_promises({"local_steps": 4, "tight": True}, 1000, problems[:3])
+
+
 def test_another_step_size_can_break_the_bound(problems):
     """So that the test above can fail: one hundredth of the step, and w̄ stays near the start."""
     problem, best = problems[0]
@@ -135,6 +195,7 @@ def test_a_certificate_needs_a_run_that_meets_the_theorems_assumptions(problems)
         (plain, {"uplink": fs.RandK(0.5)}, "with q_u = 0; the run's have q_u = 1"),
         (mild, {"uplink": fs.TopK(0.3)}, "with q = 0.5"),
         (unbiased, {"uplink": fs.RandK(0.3)}, "with q_u = 1"),
+        (mild, {"error_feedback": False}, "asks for error_feedback = True, the run has False"),
         (plain, {"weighting": "DataSize"}, "asks for weighting = Uniform, the run has DataSize"),
         (plain, {"selection": fs.participation.Top(3)}, "asks for selection = None"),
         (plain, {"availability": 0.5}, "asks for availability = None"),

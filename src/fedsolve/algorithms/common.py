@@ -18,7 +18,7 @@ from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import Scalar, at, check_count, check_kind, check_positive
+from fedsolve.fields import Scalar, at, check_count, check_flag, check_kind, check_positive
 from fedsolve.local_updates.descent import Direction, Epochs, Steps, take_steps
 from fedsolve.problem.client import Client
 from fedsolve.problem.local_pass import Follows
@@ -77,6 +77,11 @@ class HasLinks(Protocol):
     @property
     def downlink(self) -> Compressor:
         """The compressor of the server (EF21-P)."""
+        ...
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether clients send later what a biased uplink drops."""
         ...
 
 
@@ -153,15 +158,26 @@ class CompressedTraining(LocalTraining):
 
     Subclasses have the fields of `HasLocalSteps` and `HasLinks`. The state of a client is the
     residual of the error feedback.
+
+    Args:
+        error_feedback: Whether clients with a biased uplink add what it dropped to what they send
+            next (EF14). False is for ablations: then what is dropped is lost.
     """
+
+    error_feedback: bool = eqx.field(static=True, default=True, kw_only=True)
 
     def __check_init__(self: HasLinks):
         check_kind("uplink", self.uplink, Compressor)
         check_kind("downlink", self.downlink, Compressor)
         check_downlink(self.downlink)
+        check_flag("error_feedback", self.error_feedback)
 
-    def init_client(self: HasLinks, w: Vector) -> PyTree:
-        return no_residual(self.uplink, w)
+    def init_client(self, w: Vector) -> PyTree:
+        return self.no_residual(w)
+
+    def no_residual(self: HasLinks, w: Vector) -> Vector | None:
+        """Return a client's residual before the first round; None without error feedback."""
+        return no_residual(self.uplink, w) if self.error_feedback else None
 
     def unsent(self, clients: PyTree) -> PyTree:
         return clients

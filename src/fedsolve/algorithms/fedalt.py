@@ -27,7 +27,6 @@ from jaxtyping import Array, Float
 
 from fedsolve.algorithms.common import steps_of
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import (
@@ -103,7 +102,7 @@ class FedAlt(FedAvg):
         return clients.residual
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(None if self.mixing is None else w, no_residual(self.uplink, w))
+        return Kept(None if self.mixing is None else w, self.no_residual(w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         if kept.personal is None:

@@ -57,6 +57,8 @@ class FedAvgAll(FedAvg):
                 "The uplink must be contractive, as the server keeps what it was sent: "
                 f"{type(self.uplink).__name__} is unbiased (RandK(unbiased=False) would do)."
             )
+        if not self.error_feedback:
+            raise InvalidInput("FedAvgAll has no error feedback to turn off: it sends differences.")
 
     def round(self, fed: Federation, server: Vector, key: PRNGKey) -> tuple[Vector, Info]:
         to_sample, to_compress = jax.random.split(key)

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import Averaging
-from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
@@ -100,7 +99,7 @@ class FedDyn(Averaging):
     # On a client
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(0 * w, no_residual(self.uplink, w))
+        return Kept(0 * w, self.no_residual(w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         alpha = self.regularization

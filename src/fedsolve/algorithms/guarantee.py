@@ -8,7 +8,11 @@ from collections.abc import Mapping
 
 import equinox as eqx
 
+from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_positive
 from fedsolve.types import Flag, PyTree
+
+EXPECTED = "The bound is one in expectation over the compressors' draws; a run may exceed it."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Guarantee:
         gamma: Γ, the price of local steps and compression (Theorem 9: G_eff/G²).
         bound: f(w̄) − f* ≤ `bound`; for Theorem 10, the mean of ‖w_t − ŵ(w_t)‖ over feasible rounds.
         constraint_bound: g(w̄) ≤ `constraint_bound`; for Theorem 10, the mean of g(w_t).
-        probability: The probability of both bounds together.
+        probability: The probability of both bounds together; None where the bound on f(w̄) − f* is
+            on its expectation (see `with_probability`).
         beta: β, for soft switching only.
         multiplier: Λ, for Theorem 10 only.
         unchecked: The assumptions that were not verified.
@@ -49,7 +54,7 @@ class Guarantee:
     gamma: float
     bound: float
     constraint_bound: float
-    probability: float
+    probability: float | None
     beta: float | None
     multiplier: float | None
     unchecked: tuple[str, ...]
@@ -68,6 +73,51 @@ class Guarantee:
         """Whether `bound` is about ‖w − ŵ(w)‖, since f is not convex."""
         return self.multiplier is not None
 
+    def with_probability(self, probability: float | int, multiplier: float | int) -> Guarantee:
+        """Turn a bound on an expectation into one that holds with a probability, by Markov.
+
+        f(w̄) − f* ≥ −λ* g(w̄) ≥ −λ* `constraint_bound`, where λ* is a Lagrange multiplier of g at w*.
+        So f(w̄) − f* + λ* `constraint_bound` is not negative, and Markov's inequality applies.
+
+        Args:
+            probability: The probability, between 0 and 1.
+            multiplier: λ*, or a bound on it; 0 without a constraint.
+
+        Returns:
+            The guarantee with a larger `bound`, which lists what was assumed.
+
+        Raises:
+            InvalidInput: If the bounds are not on expectations, or a number is out of range.
+
+        Example:
+            >>> import fedsolve as fs
+            >>> mean = fs.theory.fedsgm(distance=1.0, lipschitz=1.0, rounds=100, clients=4, q_u=1)
+            >>> mean.probability, round(mean.bound, 4)
+            (None, 0.2062)
+            >>> round(mean.with_probability(0.9, multiplier=0.5).bound, 4)
+            2.9896
+        """
+        if self.probability is not None:
+            raise InvalidInput(
+                f"The bounds of {self.theorem} hold with probability {self.probability:g} already."
+            )
+        if not 0 < probability < 1:
+            raise InvalidInput(f"probability must be between 0 and 1, got {probability}.")
+        check_positive("multiplier", multiplier, zero=True)
+        below = multiplier * self.constraint_bound
+        unchecked = [sentence for sentence in self.unchecked if sentence != EXPECTED]
+        return dataclasses.replace(
+            self,
+            bound=(self.bound + below) / (1 - probability) - below,
+            probability=float(probability),
+            unchecked=(*unchecked, f"g has a Lagrange multiplier of at most {multiplier:g} at w*."),
+        )
+
+    def _how_sure(self) -> str:
+        if self.probability is None:
+            return ", in expectation"
+        return f", with probability {self.probability:g}" if self.probability < 1 else ""
+
     def __str__(self) -> str:
         what = "mean ‖w − ŵ(w)‖" if self.is_stationarity else "f(w̄) − f*"
         soft = "" if self.beta is None else f", β = {self.beta:.6g}"
@@ -75,7 +125,7 @@ class Guarantee:
             self.theorem,
             f"  set      η = {self.step_size:.6g}, ε = {self.tolerance:.6g}{soft}",
             f"  promise  {what} ≤ {self.bound:.6g} and g ≤ {self.constraint_bound:.6g}"
-            + (f", with probability {self.probability:g}" if self.probability < 1 else ""),
+            + self._how_sure(),
             "  unchecked",
         ]
         return "\n".join(lines + [f"  - {sentence}" for sentence in self.unchecked])

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import FedAvg
-from fedsolve.compression.error_feedback import no_residual
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
@@ -95,7 +94,7 @@ class MOON(FedAvg):
     # On a client
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(w, no_residual(self.uplink, w))
+        return Kept(w, self.no_residual(w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         def contrast(v: Vector, key: PRNGKey) -> Float[Array, ""]:

@@ -28,7 +28,7 @@ import jax
 from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import Averaging
-from fedsolve.compression.error_feedback import no_residual, with_feedback
+from fedsolve.compression.error_feedback import with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_positive, scalar
@@ -98,7 +98,7 @@ class SCAFFOLD(Averaging):
     # On a client
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(0 * w, no_residual(self.uplink, w), no_residual(self.uplink, w))
+        return Kept(0 * w, self.no_residual(w), self.no_residual(w))
 
     def improve(
         self, client: Client, kept: Kept, control: Vector

@@ -1,4 +1,4 @@
-"""The command line: `fedsolve run`, `list`, `show`, `reproduce`, `report`, `deploy`."""
+"""The command line: `fedsolve run`, `list`, `show`, `reproduce`, `report`, `audit`, `deploy`."""
 
 from __future__ import annotations
 
@@ -270,6 +270,81 @@ def report(
 
     write(folders, path)
     out.print(f"Written to {path}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Held-out data: an .npz of arrays with a client axis, or a site.toml."),
+    ] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Which run: soft/seed-0. Needed if there are many.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="last, average or best.")] = "last",
+    confidence: Annotated[float, typer.Option(help="That all verdicts are right together.")] = 0.95,
+    within: Annotated[
+        str | None,
+        typer.Option("--range", metavar="LOW,HIGH", help="The range of all values of means."),
+    ] = None,
+    site: Annotated[
+        str | None, typer.Option("--site", help="This site's name, before its clients' names.")
+    ] = None,
+    counts: Annotated[
+        Path | None,
+        typer.Option(
+            "--counts", metavar="FILE", help="Write this site's counts, and judge nothing."
+        ),
+    ] = None,
+    merge: Annotated[
+        list[Path] | None, typer.Option("--merge", metavar="FILE", help="Counts of a site.")
+    ] = None,
+    sites: Annotated[bool, typer.Option(help="Judge every client, too.")] = True,
+    allow: Allow = None,
+) -> None:
+    """Judge a run's constraints on held-out data: met, not met, or too few samples.
+
+    In a deployment each site writes its --counts, and these files are judged with --merge.
+    """
+    import json
+
+    from fedsolve.experiments.audit import Audited, read_counts
+    from fedsolve.flare.site_config import held_out
+    from fedsolve.storage.atomic import write_atomically
+
+    if bool(merge) == (data is not None):
+        raise InvalidInput("An audit needs held-out data: give --data, or --merge with counts.")
+    ranges = None if within is None else _range(within)
+    audited = Audited(folder, run_name, model, allow or ())
+    if merge:
+        tally = read_counts(merge)
+    else:
+        assert data is not None
+        clients, number = held_out(data, audited.problem)
+        names = None
+        if site is not None:
+            names = [site] if number == 1 else [f"{site}, client {i}" for i in range(number)]
+        tally = audited.count(clients, names, ranges)
+    if counts is not None:
+        try:
+            write_atomically(counts, json.dumps(tally.to_json()).encode())
+        except OSError as error:
+            fail(f"Cannot write to {counts}: {error.strerror}.", 1)
+        out.print(f"Written to {counts}: counts and sums only", markup=False, soft_wrap=True)
+        return
+    found = audited.judge(tally, confidence, ranges, sites)
+    out.print(str(found), markup=False, soft_wrap=True)
+    out.print(f"Written to {folder}{os.sep}: audit.json", markup=False, soft_wrap=True)
+
+
+def _range(text: str) -> tuple[float, float]:
+    """Return the range that two numbers with a comma name."""
+    try:
+        low, high = (float(word) for word in text.split(","))
+    except ValueError:
+        raise InvalidInput(f"--range takes two numbers, LOW,HIGH, got {text!r}.") from None
+    return low, high
 
 
 @app.command()

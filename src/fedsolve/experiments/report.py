@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.audit import read_audits
 from fedsolve.experiments.config import settings_of
 from fedsolve.experiments.run_folder import read
 from fedsolve.plots import participation
@@ -49,6 +50,7 @@ def _groups(folder: Path, several: bool) -> list[Table]:
     """Return a group for each variant: its configuration, and the history of each seed."""
     found = read(folder)
     config, facts, table, wide = found.config, found.facts, found.table, found.wide
+    audits = read_audits(folder)
     groups = []
     for variant, rows in table.groupby("variant", sort=False):
         flat = settings_of(config, str(variant))
@@ -77,6 +79,8 @@ def _groups(folder: Path, several: bool) -> list[Table]:
                 group["tolerance"] = float(there)
             if said := facts.get("certificates", {}).get(run):
                 group["certificates"].append(f"Seed {seed}: {said}")
+            if (audit := audits.get(run)) is not None:
+                group["certificates"].append(f"Seed {seed}, held-out data:\n{audit}")
             own = {k.removeprefix(prefix): v for k, v in wide.items() if k.startswith(prefix)}
             if len(group["seeds"]) == 1:
                 rounds = columns["round"].to_numpy()

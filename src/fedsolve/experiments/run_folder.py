@@ -121,9 +121,9 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
     wide: dict[str, np.ndarray] = {}
     for variant, run in labelled:
         name = _name(variant, run)
-        arrays |= _named(f"{name}/params", run.params)
+        arrays |= named_arrays(f"{name}/params", run.params)
         if run.average is not None:
-            arrays |= _named(f"{name}/average", run.average)
+            arrays |= named_arrays(f"{name}/average", run.average)
         wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
         limits = run.algorithm.limits().items()
         wide |= {f"{name}/{k}/settles": np.asarray(v) for k, v in limits if k in run.history}
@@ -237,7 +237,7 @@ def _name(variant: str, run: Run) -> str:
     return f"{variant}/seed-{run.seed}".lstrip("/")
 
 
-def _named(prefix: str, tree: PyTree) -> dict[str, np.ndarray]:
+def named_arrays(prefix: str, tree: PyTree) -> dict[str, np.ndarray]:
     """Return the arrays of a tree, named by their paths in it."""
     return {
         "/".join([prefix, *(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)]): (

@@ -153,3 +153,25 @@ def site_problem(problem: Problem, path: Path) -> Problem:
         raise InvalidInput(f"{path}: the problem has {problem.n} clients, not {first + count}.")
     own = jax.tree.map(lambda leaf: leaf[first : first + count], problem.samples)
     return eqx.tree_at(lambda p: p.samples, problem, own)
+
+
+def held_out(path: Path, problem: Problem) -> tuple[Mapping[str, object], int]:
+    """Load held-out data for an audit, from an .npz or by a site's file.
+
+    Returns:
+        The data, and the number of clients.
+    """
+    if path.suffix == ".npz":
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                found: Mapping[str, object] | None = {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"Cannot load {path}: {error}.") from error
+    else:
+        found = load_clients(path, problem)
+    if found is None:
+        raise InvalidInput(f"{path}: a share of the training data is not held out; name a loader.")
+    leaves = jax.tree.leaves(found)
+    if not leaves:
+        raise InvalidInput(f"{path} has no held-out data.")
+    return found, len(leaves[0])

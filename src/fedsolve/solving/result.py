@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # slow imports, and a package above this one
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+    from fedsolve.auditing import Audit
+    from fedsolve.auditing.counting import Ranges
     from fedsolve.theory import Certificate, PPBCCertificate
 
 Settings = Mapping[str, object]  # what a sweep changed, by field
@@ -183,6 +185,43 @@ class Run:
         from fedsolve.theory import certificate
 
         return certificate(self, optimum=optimum, accuracy=accuracy)
+
+    def audit(
+        self,
+        test_clients: object,
+        confidence: float | int = 0.95,
+        ranges: Ranges = None,
+        tolerance: float | int | None = None,
+        params: PyTree = None,
+        names: Sequence[str] | None = None,
+        sites: bool = True,
+    ) -> Audit:
+        """Judge the constraints on held-out data: met, not met, or too few samples to tell.
+
+        Rates have Clopper-Pearson bounds, means empirical Bernstein bounds, corrected for the
+        number of claims. The samples must be independent draws that neither training nor a choice
+        between models has used.
+
+        Args:
+            test_clients: The clients' held-out data, in a form that `Problem` takes.
+            confidence: The probability with which all verdicts are right together.
+            ranges: A range (low, high) in which all values of means (losses, a plain g at single
+                samples) lie for certain, or one for each claim by name. Without it, means have no
+                bound.
+            tolerance: The bound of a plain g; by default the algorithm's tolerance.
+            params: The parameters to judge; by default those after the last round.
+            names: The clients' names; by default `client 0`, `client 1`, …
+            sites: Whether to judge every client as well as all together.
+
+        Returns:
+            The verdicts; print them, or see `table`, `met` and `save`.
+
+        Raises:
+            InvalidInput: If there is nothing to judge, or an argument cannot be used.
+        """
+        from fedsolve.auditing import audit
+
+        return audit(self, test_clients, confidence, ranges, tolerance, params, names, sites)
 
     def plot(
         self,

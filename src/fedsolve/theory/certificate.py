@@ -57,15 +57,24 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether both values are within their bounds."""
+        """Whether both values are within their bounds.
+
+        Where the guarantee's `probability` is None the bound on f(w̄) − f* is on its expectation,
+        so that one run proves or refutes nothing: `Guarantee.with_probability` bounds one run.
+        """
         promise = self.guarantee
         return self.gap <= promise.bound and self.constraint <= promise.constraint_bound
+
+    def _verdict(self) -> str:
+        if self.guarantee.probability is not None:
+            return "kept" if self.holds else "BROKEN"
+        return f"{'within' if self.holds else 'above'} a bound on the expectation"
 
     def __str__(self) -> str:
         promise = self.guarantee
         return "\n".join(
             [
-                f"{promise.theorem}: {'kept' if self.holds else 'BROKEN'}",
+                f"{promise.theorem}: {self._verdict()}",
                 f"  f(w̄) − f*  {self.gap:12.6g}  promised {promise.bound:.6g}",
                 f"  g(w̄)       {self.constraint:12.6g}  promised {promise.constraint_bound:.6g}",
                 f"  f* = {self.optimum:.8g} ± {self.accuracy:.1g} ({self.source})",
@@ -175,6 +184,7 @@ def _applicable_guarantee(run: Run, guarantee: Guarantee | None) -> Guarantee:
         "beta": (promise.beta, getattr(algorithm.switching, "beta", None)),
         "local_optimizer": (None, algorithm.local_optimizer),
         "weighting": ("Uniform", type(algorithm.weighting).__name__),
+        "error_feedback": (True, algorithm.error_feedback or algorithm.uplink.unbiased),
         "selection": (None, algorithm.selection),
         "availability": (None, algorithm.availability),
     }

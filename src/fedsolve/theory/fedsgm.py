@@ -21,7 +21,8 @@ Optimization" (the forerunner), whose uplink is unbiased.
 
 All of them but Theorem 10 take η = √(D² / (2G²ETΓ)) and an ε that starts with √(2D²G²Γ / (ET)), and
 differ in Γ and in what sampling adds to ε. Where a statement and its proof do not fit together, the
-numbers here are the statement's, and `unchecked` lists what the proof leaves open.
+numbers here are the statement's, and `unchecked` lists what the proof leaves open. For soft
+switching, ε is the statement's, and the bound on f(w̄) − f* is the one that is proven with it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import dataclasses
 from math import log, sqrt
 from typing import Any
 
-from fedsolve.algorithms.guarantee import Guarantee
+from fedsolve.algorithms.guarantee import EXPECTED, Guarantee
 from fedsolve.compression.compressors import Compressor
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count, check_kind, check_positive
+from fedsolve.fields import check_count, check_flag, check_kind, check_positive
 
 Real = float | int
 
@@ -61,6 +62,22 @@ class _Case:
     stochastic: bool
     from_compressors: bool
     is_random: bool
+    tight: bool
+
+    @property
+    def local(self) -> float:
+        """The cost of local steps that is proven: the paper's, or ours."""
+        return _direct_step_cost(self.E) if self.tight else _local_step_cost(self.E)
+
+    @property
+    def stated(self) -> float:
+        """The cost of local steps in Γ: that of the statements, or ours."""
+        return _direct_step_cost(self.E) if self.tight else 2.0 * self.E**2
+
+    @property
+    def ours(self) -> str:
+        """What the theorem's name says of a Γ that is not the paper's."""
+        return OURS if self.tight else ""
 
     @property
     def compressed(self) -> bool:
@@ -90,22 +107,24 @@ class _Case:
         sampling: float = 0.0,
         deviation: float = 0.0,
         factor: float = 1.0,
+        proven: float = 1.0,
     ) -> Guarantee:
         """Build the guarantee from Γ and from what `sampling` adds to ε.
 
-        `deviation` is how far Ĝ may be from g; `factor` multiplies the first term of ε.
+        `deviation` is how far Ĝ may be from g; `factor` multiplies the first term of ε; the bound
+        on f(w̄) − f* is `proven` times ε.
         """
         D, G, T, E = self.D, self.G, self.T, self.E
         epsilon = factor * sqrt(2 * D**2 * G**2 * gamma / (E * T)) + sampling
-        is_sure = sampling == 0
+        probability = 1.0 if sampling == 0 else 1 - self.delta
         return Guarantee(
             theorem=theorem,
             step_size=sqrt(D**2 / (2 * G**2 * E * T * gamma)),
             tolerance=epsilon,
             gamma=gamma,
-            bound=epsilon,
+            bound=proven * epsilon,
             constraint_bound=epsilon + deviation,
-            probability=1.0 if is_sure else 1 - self.delta,
+            probability=None if EXPECTED in unchecked else probability,
             beta=2 / epsilon if self.soft else None,
             multiplier=None,
             unchecked=tuple(unchecked),
@@ -116,11 +135,11 @@ class _Case:
 # A guarantee is part of its algorithm, and so of the fingerprint in checkpoints: a run that was
 # started with another wording of these sentences cannot be resumed.
 CONVEX = "Every f_j and g_j is convex and Lipschitz with the G given (Assumption 1)."
+OURS = ", with Fedsolve's own bound on local steps"
 NEAR = "‖w_0 − w*‖ is at most the D given."
 COMPACT = "X is convex and its diameter is at most the D given (Assumption 2)."
 NO_PROJECTION = "X is all of R^d: the iterate x_t − η e_t of the proof is not projected."
 CONTRACTION = "The compressors contract as q and q_0 say (Assumption 3)."
-EXPECTED = "The bound is one in expectation over the compressors' draws; a run may exceed it."
 SAMPLED = "Ĝ(w_t) − g(w_t) is σ²/m-sub-Gaussian with the σ given (Assumption 4)."
 ONE_COHORT = (
     "The clients that estimate g are independent of those whose gradients are taken (Assumption 4);"
@@ -156,6 +175,7 @@ def fedsgm(
     rho: Real | None = None,
     rho_hat: Real | None = None,
     feasible_value: Real | None = None,
+    tight: bool = False,
 ) -> Guarantee:
     """Compute step size, tolerance, β and the bound of the theorem that covers the case.
 
@@ -186,6 +206,8 @@ def fedsgm(
         rho: ρ, where f is ρ-weakly convex.
         rho_hat: ρ̂, the proximal weight; by default 3ρ.
         feasible_value: g(w_feas) < 0, for Slater's condition; needed with `rho`.
+        tight: Whether Γ has 3E/2 − 1 for local steps in place of the paper's 2E². This bound is
+            ours and not the paper's (the proof is in docs/theory.md); the theorem's name says so.
 
     Returns:
         The numbers to run FedSGM with, its bounds, and the assumptions that were not checked.
@@ -214,6 +236,7 @@ def fedsgm(
         if value is not None:
             check_positive(name, value, zero=True)
     check_positive("constraint_noise", constraint_noise, zero=True)
+    check_flag("tight", tight)
     if not 0 < failure < 1:
         raise InvalidInput(f"failure is a probability between 0 and 1, got {failure}.")
     q, q_0, q_u, is_random = _compression(uplink, downlink, size, q, q_0, q_u)
@@ -239,6 +262,7 @@ def fedsgm(
         stochastic=gradient_noise is not None,
         from_compressors=uplink is not None or downlink is not None,
         is_random=is_random,
+        tight=tight,
     )
     if rho is not None:
         _check_alone("f is only weakly convex (Theorem 10)", case, gradient_noise)
@@ -286,18 +310,17 @@ def _full_participation(case: _Case) -> Guarantee:
         (False, True): (6, 1),
         (True, True): (8, 2),
     }[case.soft, compressed]
-    gamma = 2 * E**2 + compression
+    gamma = case.stated + compression
     unchecked = [CONVEX, NEAR]
     if compressed:
         unchecked += [NO_PROJECTION] + [EXPECTED] * case.is_random
         unchecked += [CONTRACTION] * (not case.from_compressors)
-    if case.soft and (proven := _soft_factor(gamma, _local_step_cost(E) + compression)) > 1:
-        unchecked.append(
-            "The statement's ε is less than the one in its proof: with it and β = 2/ε, "
-            f"f(w̄) − f* ≤ {proven:.3g} ε is what follows."
-        )
+    proven = _soft_factor(gamma, case.local + compression) if case.soft else 1.0
     return case.guarantee(
-        f"FedSGM, Theorem {number} (Theorem {text}, full participation)", gamma, unchecked
+        f"FedSGM, Theorem {number} (Theorem {text}, full participation){case.ours}",
+        gamma,
+        unchecked,
+        proven=proven,
     )
 
 
@@ -309,8 +332,9 @@ def _partial_participation(case: _Case) -> Guarantee:
     deviation = case.sigma * sqrt(2 / m * log(6 * T / case.delta))
     sampling = 4 * D * G / sqrt(m * T) * sqrt(2 * log(3 / case.delta)) + 2 * deviation
     if q == q_0 == 1:
-        theorem, gamma = 4, 2.0 * E**2
+        theorem, gamma = 4, case.stated
     else:
+        _check_stated("partial participation with compression (Theorem 7)", case)
         theorem = 7
         gamma = (
             2 * E**2
@@ -322,7 +346,7 @@ def _partial_participation(case: _Case) -> Guarantee:
         sampling += (n / m) * 2 * D * G * sqrt(1 - q) / (q * T)
         unchecked += [OUTSIDE, PRODUCT] * (q_0 < 1) + [CONTRACTION] * (not case.from_compressors)
     return case.guarantee(
-        f"FedSGM, Theorem {theorem} (Theorem 1, partial participation)",
+        f"FedSGM, Theorem {theorem} (Theorem 1, partial participation){case.ours}",
         gamma,
         unchecked,
         sampling,
@@ -332,10 +356,10 @@ def _partial_participation(case: _Case) -> Guarantee:
 
 def _unbiased_uplink(case: _Case) -> Guarantee:
     """Apply the forerunner's Theorems 6 (hard) and 7 (soft), whose proof takes twice the ε."""
-    gamma = 2 * case.E**2 + case.E * case.q_u / (2 * case.n)
+    gamma = case.stated + case.E * case.q_u / (2 * case.n)
     number, factor = (7, 2.0) if case.soft else (6, 1.0)
     return case.guarantee(
-        f"FedSGM's forerunner, Theorem {number} (Theorem {2 if case.soft else 1})",
+        f"FedSGM's forerunner, Theorem {number} (Theorem {2 if case.soft else 1}){case.ours}",
         gamma,
         [CONVEX, NEAR, EXPECTED],
         factor=factor,
@@ -344,6 +368,7 @@ def _unbiased_uplink(case: _Case) -> Guarantee:
 
 def _stochastic(case: _Case, noise: Real, of_values: Real, batch: int) -> Guarantee:
     """Apply Theorem 9: minibatch gradients and constraint values."""
+    _check_stated("stochastic gradients (Theorem 9)", case)
     D, G, T, E, n, m, delta = case.D, case.G, case.T, case.E, case.n, case.m, case.delta
     effective = (
         3 * E**2 * G**2
@@ -375,7 +400,8 @@ def _weakly_convex(
 ) -> Guarantee:
     """Apply Theorem 10.
 
-    Γ is the proof's; η and ε are the statement's, which rounds it up to 2E².
+    Γ is the proof's; η and ε are the statement's, which rounds it up to 2E². With the bound on
+    local steps that is ours, all three have Γ' = 3E/2 − 1.
     """
     D, G, T, E, m, delta = case.D, case.G, case.T, case.E, case.m, case.delta
     check_positive("rho", rho)
@@ -389,17 +415,21 @@ def _weakly_convex(
         )
     multiplier = (G * D + rho_hat * D**2) / -feasible_value
     deviation = case.sigma * sqrt(2 / m * log(8 * T / delta))
-    epsilon = (
-        sqrt(4 * D**2 * G**2 * E / T)
-        + D**2 * rho / (8 * E * T)
-        + 4 * G * D / sqrt(m * T) * sqrt(2 * log(4 / delta))
-        + 2 * deviation * (1 + multiplier)
-    )
+    if case.tight:
+        gamma = case.local
+        step_size = sqrt(D**2 / (2 * G**2 * E * T * gamma))
+        epsilon = sqrt(2 * D**2 * G**2 * gamma / (E * T))
+        epsilon += step_size**2 * rho * G**2 * (E - 1) * (2 * E - 1) / 6
+    else:
+        gamma = _local_step_cost(E)
+        step_size = sqrt(D**2 / (4 * G**2 * E**3 * T))
+        epsilon = sqrt(4 * D**2 * G**2 * E / T) + D**2 * rho / (8 * E * T)
+    epsilon += 4 * G * D / sqrt(m * T) * sqrt(2 * log(4 / delta)) + 2 * deviation * (1 + multiplier)
     return Guarantee(
-        theorem="FedSGM, Theorem 10 (weakly convex)",
-        step_size=sqrt(D**2 / (4 * G**2 * E**3 * T)),
+        theorem=f"FedSGM, Theorem 10 (weakly convex){case.ours}",
+        step_size=step_size,
         tolerance=epsilon,
-        gamma=_local_step_cost(E),
+        gamma=gamma,
         bound=sqrt((1 + multiplier) * epsilon / (rho_hat - 2 * rho)),
         constraint_bound=epsilon + deviation,
         probability=1 - delta,
@@ -420,6 +450,11 @@ def _weakly_convex(
 def _local_step_cost(E: int) -> float:
     """Return the cost of local steps in the proofs; the statements round it up to 2E²."""
     return E / 2 + 1 + E**2 / 3
+
+
+def _direct_step_cost(E: int) -> float:
+    """Return the cost of local steps by ‖w_t − w_{j,τ}‖ ≤ ητG: ours, proved in docs/theory.md."""
+    return 3 * E / 2 - 1
 
 
 def _soft_factor(gamma: float, needed: float) -> float:
@@ -479,6 +514,12 @@ def _contraction(name: str, part: Compressor, size: int) -> float:
     if not part.contractive:
         raise InvalidInput(f"The {name} must be contractive, and {part} is not.")
     return part.contraction(size)
+
+
+def _check_stated(setting: str, case: _Case) -> None:
+    """Raise if the tighter bound on local steps is wanted where we have not proved it."""
+    if case.tight:
+        raise InvalidInput(f"tight=True is not proved for {setting}; leave it out.")
 
 
 def _check_alone(assumption: str, case: _Case, gradient_noise: Real | None = None) -> None:
