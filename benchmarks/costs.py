@@ -46,6 +46,7 @@ def main() -> None:
         "PenaltyFedAvg": (problem, fs.PenaltyFedAvg(1e-3, rho=1.0)),
         "LagrangianFedAvg": (problem, fs.LagrangianFedAvg(1e-3, dual_step=0.1)),
         "SafeEF": (problem, fs.SafeEF(1e-3)),
+        "ProxAL": (problem, fs.ProxAL(1e-3)),
         "IPPConEx": (problem, fs.IPPConEx(1e-3)),
         "FedAvg": (free, fs.FedAvg(1e-3)),
         "FedProx": (free, fs.FedProx(1e-3)),

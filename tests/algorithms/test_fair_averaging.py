@@ -189,7 +189,6 @@ def test_safe_ef_is_fedsgm_to_the_bit():
         (lambda: fs.SafeEF(0.1, participants=2), "has no other participants"),
         (lambda: fs.SafeEF(0.1, error_feedback=False), "has no other error_feedback"),
         (lambda: fs.SafeEF(0.1, uplink=fs.RandK(0.5)), "The uplink must be contractive"),
-        (lambda: fs.FedSGM(0.1, error_feedback="no"), "error_feedback must be True or False"),
         (lambda: fs.FedAvgAll(0.1, error_feedback=False), "no error feedback to turn off"),
     ],
 )

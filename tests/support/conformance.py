@@ -86,6 +86,7 @@ ALGORITHMS = {
         downlink=fs.TopK(0.6),
     ),
     "AFL": fs.AFL(0.03, weight_step=0.01, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
+    "ProxAL": fs.ProxAL(0.05, 0.1, steps=3, local_steps=2),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 

@@ -300,3 +300,53 @@ def afl(clients, w0, cohorts, step_size, weight_step, local_steps=1):
         path.append(w - move)
         mixtures.append(capped(mixture + weight_step * rise, 1.0))
     return np.asarray(path), np.asarray(mixtures)
+
+
+def proxal(clients, w0, outer, inner, local_steps, eta, beta, rho, epsilon, shared):
+    """He, Peng and Sun's Algorithms 1 and 2 on copies v_j = (u_j, s_j) of (w, s).
+
+    `clients` is a list of (∇f_j, g_j, ∇g_j). With `shared`, c_j(w, s) = g_j(w) − s_j and the
+    server has Σ s_j = nε; without it, c_j = g_j(w) − ε. A client's best s_j is found by bisection,
+    the server's step by solving its KKT system. Returns w after every step of ADMM, and the μ."""
+    n = len(clients)
+    kappa = 1 / ((n + 1) * beta)
+    w, s, mu, path = w0.copy(), np.full(n, float(epsilon)), np.zeros(n), []
+    for k in range(outer):
+        if k > 0:
+            mu = np.array([max(mu[j] + beta * (clients[j][1](w) - s[j]), 0) for j in range(n)])
+        centre, level = w.copy(), s.copy()
+        u, t = np.tile(w, (n, 1)), s.copy()
+        a = [max(mu[j] + beta * (clients[j][1](w) - s[j]), 0) for j in range(n)]
+        dual = np.array([-(clients[j][0](w) + a[j] * clients[j][2](w)) for j in range(n)])
+        slack_dual = np.array(a, float)
+        for step in range(inner):
+            if step > 0:
+                for j, (grad_f, g, grad_g) in enumerate(clients):
+
+                    def best(value, j=j, s=s, mu=mu, level=level, slack_dual=slack_dual):
+                        if not shared:
+                            return epsilon
+                        low, high = -1e4, 1e4  # its derivative grows
+                        for _ in range(120):
+                            x = (low + high) / 2
+                            slope = -max(mu[j] + beta * (value - x), 0) + kappa * (x - level[j])
+                            slope += slack_dual[j] + rho * (x - s[j])
+                            low, high = (x, high) if slope < 0 else (low, x)
+                        return x
+
+                    for _ in range(local_steps):
+                        weight = max(mu[j] + beta * (g(u[j]) - best(g(u[j]))), 0)
+                        slope = grad_f(u[j]) + weight * grad_g(u[j]) + kappa * (u[j] - centre)
+                        u[j] = u[j] - eta * (slope + dual[j] + rho * (u[j] - w))
+                    t[j] = best(g(u[j]))
+                    dual[j] += rho * (u[j] - w)
+                    slack_dual[j] += rho * (t[j] - s[j])
+            w = (rho * np.sum(u + dual / rho, axis=0) + kappa * centre) / (n * rho + kappa)
+            if shared:
+                system = np.eye(n + 1) * (rho + kappa)
+                system[n], system[:, n] = 1, 1
+                system[n, n] = 0
+                right = np.append(rho * t + slack_dual + kappa * level, n * epsilon)
+                s = np.linalg.solve(system, right)[:n]
+            path.append(w.copy())
+    return np.asarray(path), mu

@@ -22,6 +22,7 @@ from fedsolve.algorithms.moon import MOON
 from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
 from fedsolve.algorithms.ppbc import PPBC
+from fedsolve.algorithms.proxal import ProxAL
 from fedsolve.algorithms.qfedavg import QFedAvg
 from fedsolve.algorithms.safe_ef import SafeEF
 from fedsolve.algorithms.scaffold import SCAFFOLD
@@ -50,6 +51,7 @@ __all__ = [
     "LagrangianFedAvg",
     "Participating",
     "PenaltyFedAvg",
+    "ProxAL",
     "QFedAvg",
     "SafeEF",
     "SelectingTwice",

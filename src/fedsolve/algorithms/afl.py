@@ -31,6 +31,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fedsolve.algorithms.fedavg import Averaging
@@ -75,8 +76,8 @@ class AFL(Averaging):
         step_size: γ_w, of the local steps, a number or a schedule; with a `local_optimizer`, the
             server's step.
         weight_step: γ_λ, a number or a schedule; 0 is FedAvg.
-        local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback: Local training
-            and compression; see `FedAvg`.
+        local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
+            Local training and compression; see `FedAvg`.
         participants: How many clients take part, drawn uniformly; None for all.
         availability: Which clients are up; their probabilities should be equal.
         weighting, selection: Must be the defaults.
@@ -138,7 +139,7 @@ class AFL(Averaging):
         average = server.average + (fed.w - server.average) / (fed.round + 1)
         return Server(x, average), drawn.info | {"largest_weight": jnp.max(mixture)}
 
-    def average(self, server: Server) -> Vector:
+    def average(self, server: Server) -> Vector | np.ndarray:
         """Return the mean of the parameters after each round."""
         return server.average
 

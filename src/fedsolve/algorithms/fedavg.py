@@ -72,6 +72,8 @@ class FedAvg(Averaging):
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.
         uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
+        error_feedback: Whether clients send later what a biased uplink drops; False is for
+            ablations, where it is lost.
         downlink: The compressor of the server (EF21-P), which must be contractive.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.

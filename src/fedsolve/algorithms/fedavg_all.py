@@ -35,8 +35,8 @@ class FedAvgAll(FedAvg):
     C(w_i − ŵ_i), where ŵ_i is what the server has of w_i.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
+            Local training and compression; see `FedAvg`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 

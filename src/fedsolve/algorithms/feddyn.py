@@ -47,8 +47,8 @@ class FedDyn(Averaging):
     """Federated averaging with dynamic regularisation: local problems agree at the optimum.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
+            Local training and compression; see `FedAvg`.
         regularization: α.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.

@@ -86,6 +86,8 @@ class FedSGM(CompressedTraining):
         local_epochs: Passes over a client's samples, in shuffled minibatches without replacement,
             in place of `local_steps`; theorems do not cover them.
         uplink: The compressor of the clients, with error feedback (EF14) if it is biased.
+        error_feedback: Whether clients send later what a biased uplink drops; False is for
+            ablations, where it is lost.
         downlink: The compressor of the server (EF21-P), which must be contractive.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.

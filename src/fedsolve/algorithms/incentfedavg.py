@@ -82,8 +82,8 @@ class IncentFedAvg(CompressedTraining):
         game: The game that the clients play.
         game_step_size: γ̃, the step of the clients' choices; at most μ_F/L_F².
         start: N̂_0, one number or one for each client; None for the middle of the bounds.
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
+            Local training and compression; see `FedAvg`.
         participants, selection, availability: Which clients take part; see `Participating`.
         weighting: Not used: clients are weighted by what they contribute.
 

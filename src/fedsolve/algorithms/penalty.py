@@ -41,8 +41,8 @@ class PenaltyFedAvg(FedSGM):
         rho: ρ, the weight of the penalty; 0 is FedAvg.
         tolerance: ε, the penalty is on where Ĝ > ε.
         switching: `Hard()` is the subgradient of the penalty, `Soft(beta)` smooths its kink.
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedSGM`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
+            Local training and compression; see `FedSGM`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 

@@ -53,8 +53,8 @@ class QFedAvg(Averaging):
         step_size: η of the local steps, a number or a schedule; with a `local_optimizer`, the
             server's step. The paper's L is 1/η.
         fairness: q, at least 0; 0 is FedAvg.
-        local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback: Local training
-            and compression; see `FedAvg`.
+        local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
+            Local training and compression; see `FedAvg`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 

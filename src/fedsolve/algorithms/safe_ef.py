@@ -34,9 +34,9 @@ class SafeEF(FedSGM):
         tolerance: c, points with g(w) ≤ c are treated as feasible.
         uplink: The compressor of the clients, which must be contractive (EF14).
         downlink: The compressor of the server, which must be contractive (EF21-P).
-        switching, local_steps, local_epochs, local_optimizer, error_feedback, participants,
-            weighting, selection, availability: As FedSGM's defaults; anything else raises, since
-            it is FedSGM and not Safe-EF.
+        switching, local_steps, local_epochs, local_optimizer, error_feedback: As FedSGM's defaults;
+            anything else raises, since it is FedSGM and not Safe-EF.
+        participants, weighting, selection, availability: Likewise.
 
     Raises:
         InvalidInput: If an argument makes it another method.
