@@ -11,6 +11,7 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 from fedsolve import (
     algorithms,
     compression,
+    constraints,
     experiments,
     games,
     local_updates,
@@ -33,9 +34,11 @@ from fedsolve.local_updates import *  # noqa: F403
 from fedsolve.participation import Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
+from fedsolve.problem.each_client import EachClient
 from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
+from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import stack_clients
-from fedsolve.solving.result import Run, Sweep
+from fedsolve.solving.result import BestRound, Run, Sweep
 from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
@@ -44,6 +47,7 @@ __version__ = "0.2.0.dev0"
 
 __all__ = [
     "Ball",
+    "BestRound",
     "Box",
     "Client",
     "ClientError",
@@ -51,6 +55,7 @@ __all__ = [
     "Constraint",
     "Diverged",
     "Domain",
+    "EachClient",
     "Federation",
     "Follower",
     "Game",
@@ -66,6 +71,7 @@ __all__ = [
     "Reached",
     "Replies",
     "Run",
+    "Several",
     "Simplex",
     "Spent",
     "Stationary",
@@ -76,6 +82,7 @@ __all__ = [
     "Tracked",
     "Tracker",
     "WholeSpace",
+    "constraints",
     "datasets",
     "experiments",
     "games",

@@ -189,6 +189,7 @@ class Federation:
             vectors_up=before.vectors_up + self.vectors_up,
             fault=jnp.where(broken, here, self._fault),
             seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
+            best=before.best,
             buffers=self._next_buffers(),
         )
         return state, jax.tree.map(jnp.asarray, info) | self._costs(algorithm, state)
