@@ -5,6 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import t
 
 import fedsolve as fs
 from fedsolve.federation.replies import Replies
@@ -62,13 +63,13 @@ def test_it_holds_the_constraint_where_the_plain_rule_does_not():
     problem = fs.problems.neyman_pearson(clients=20)
 
     def share_over(tolerance, switching):
-        algorithm = fs.FedSGM(0.3, tolerance, switching, participants=5, local_steps=5)
+        algorithm = fs.FedSGM(0.3, tolerance, switching, participants=10, local_steps=5)
         g = fs.solve(problem, algorithm, rounds=300).history["constraint"][100:]
         return (g > 0.05).mean()
 
     for switching in (fs.Hard(), fs.Soft(40.0)):
-        careful = share_over(fs.Adaptive(0.05), switching)
-        assert careful < 0.1
+        careful = share_over(fs.Adaptive(0.05, 0.99), switching)
+        assert careful < 0.05
         assert share_over(0.05, switching) > careful + 0.2
 
 
@@ -77,10 +78,10 @@ def test_several_constraints_have_a_margin_each():
     data = {"a": rng.standard_normal(6), "b": 3 * rng.standard_normal(6)}
     both = {"a": lambda w, d: w[0] + d["a"], "b": lambda w, d: w[0] + d["b"]}
     problem = fs.Problem(lambda w, d: -w[0] + 0 * d["a"], data, np.zeros(1), both)
-    run = fs.solve(problem, fs.FedSGM(0.1, fs.Adaptive(0.1, 2.0), participants=3), rounds=3)
+    run = fs.solve(problem, fs.FedSGM(0.1, fs.Adaptive(0.1, 0.9), participants=3), rounds=3)
     cohort = run.history["cohort"][0]
     own = [data[k][cohort].std(ddof=1) / np.sqrt(3) * np.sqrt(0.5) for k in "ab"]
-    assert run.history["margin"][0] == pytest.approx(2 * max(own), rel=1e-4)
+    assert run.history["margin"][0] == pytest.approx(t.ppf(0.9, 2) * max(own), rel=1e-4)
 
 
 BAD = {
@@ -95,7 +96,7 @@ BAD = {
     ),
     "drawn uniformly": lambda: solve(least_squares(), weighting="DataSize"),
     "takes two at least": lambda: solve(least_squares(), participants=1),
-    "deviations must be at least 0": lambda: fs.Adaptive(0.1, -1.0),
+    "confidence must be above 0.5": lambda: fs.Adaptive(0.1, 1.0),
     "tolerance must be at least 0": lambda: fs.Adaptive(-0.1),
 }
 

@@ -47,7 +47,7 @@ def test_every_rule_finds_the_optimum_under_both_constraints(rule, make):
     """By CVXPY; both constraints are active there."""
     tolerances = (0.2, 0.1)
     w, f = optimum(tolerances)
-    options = {"rho": 20.0} if make == "PenaltyFedAvg" else {}
+    options = {"rho": 5.0} if make == "PenaltyFedAvg" else {}
     algorithm = getattr(fs, make)(fs.Diminishing(0.3), among=rule, **options)
     run = fs.solve(problem(several(tolerances=tolerances)), algorithm, 3000, evaluate_every=30)
     assert run.best.constraint == pytest.approx(0, abs=0.05)

@@ -122,7 +122,7 @@ def test_order_of_rounds():
         found = Best.none(jnp.zeros(1), None)
         for number, (f, g, complete) in enumerate(entries, start=1):
             entry = {"objective": f, "constraint": g}
-            found = found.improved(jnp.full(1, number), None, number, entry, 0.0, complete)
+            found = found.improved(jnp.full(1, float(number)), None, number, entry, 0.0, complete)
         return int(found.round), bool(found.feasible)
 
     assert best((1.0, -1.0, True), (0.5, -0.1, True), (0.1, 0.1, True)) == (2, True)

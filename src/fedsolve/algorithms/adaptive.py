@@ -1,9 +1,10 @@
 """A tolerance that allows for the error of a sampled constraint.
 
 In a round the server sees Ĝ, the constraint over m of n clients, and compares it with ε. Where Ĝ is
-below g by chance, a violated constraint is taken for satisfied, so that g stays above ε. With a
-tolerance ε − k·s, where s estimates the standard deviation of Ĝ over cohorts, that happens less
-often: Ĝ + k·s ≤ ε is a one-sided bound on g.
+below g by chance, a violated constraint is taken for satisfied, so that g stays above ε. Here
+Ĝ + k·s is compared with ε, where s estimates the standard deviation of Ĝ over cohorts, and k is
+Student's quantile with m − 1 degrees of freedom. If the g_j are normal, g ≤ Ĝ + k·s with the given
+confidence.
 
 s comes from the cohort itself. For a mean over clients, drawn without replacement,
 
@@ -16,12 +17,16 @@ everyone in the cohort s is 0, and the tolerance is ε.
 from __future__ import annotations
 
 import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
+from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
 
 
 class Adaptive(eqx.Module):
-    """A tolerance of ε less `deviations` estimated standard deviations of Ĝ.
+    """A tolerance of ε less the estimated error of Ĝ.
 
     Give it to `FedSGM` or `PenaltyFedAvg` as the `tolerance`. A round in which fewer than two
     clients answer has no estimate, and follows the constraint. A point is feasible if g(w) ≤ ε. The
@@ -29,7 +34,10 @@ class Adaptive(eqx.Module):
 
     Args:
         tolerance: ε.
-        deviations: k, how many standard deviations to subtract.
+        confidence: The confidence of the one-sided bound on g, above 0.5 and below 1.
+
+    Raises:
+        InvalidInput: If ε is negative, or the confidence is not a probability of that kind.
 
     Example:
         >>> import fedsolve as fs
@@ -41,11 +49,28 @@ class Adaptive(eqx.Module):
     """
 
     tolerance: Scalar = eqx.field(converter=scalar("tolerance"))
-    deviations: Scalar = eqx.field(converter=scalar("deviations"), default=1.0)
+    confidence: float = eqx.field(static=True, default=0.95)
 
     def __check_init__(self):
         check_positive("tolerance", self.tolerance, zero=True)
-        check_positive("deviations", self.deviations, zero=True)
+        if not 0.5 < self.confidence < 1:
+            raise InvalidInput(f"confidence must be above 0.5 and below 1, got {self.confidence}.")
 
     def __float__(self) -> float:
         return float(self.tolerance)
+
+    def margin(
+        self, deviation: Float[Array, "..."], heard: Int[Array, ""] | int, cohort: int
+    ) -> Float[Array, "..."]:
+        """Return k·s.
+
+        Args:
+            deviation: s, of one constraint or of several.
+            heard: m, how many clients answered.
+            cohort: How many were asked, the largest m.
+        """
+        from scipy.stats import t  # slow to import
+
+        freedom = np.maximum(np.arange(cohort + 1) - 1, 1)
+        quantiles = jnp.asarray(t.ppf(self.confidence, freedom), deviation.dtype)
+        return jnp.where(deviation > 0, deviation * quantiles[heard], 0)

@@ -254,7 +254,8 @@ class FedSGM(CompressedTraining):
             estimate = jnp.max(above)
             violations = above - self.feasible_up_to
             if isinstance(self.tolerance, Adaptive):
-                margins = self.tolerance.deviations * constraint.deviations(answers, fed.clients)
+                deviations = constraint.deviations(answers, fed.clients)
+                margins = self.tolerance.margin(deviations, answers.count, len(drawn.cohort))
                 violations, found = violations + margins, {"margin": jnp.max(margins)}
             shares = shares_among(self.among, violations, fed.round)
             focus, violation = constraint.focus(shares, focuses), jnp.max(violations)
@@ -262,7 +263,8 @@ class FedSGM(CompressedTraining):
             estimate, focus = constraint.combine(answers, drawn.weights)
             violation = estimate - self.feasible_up_to
             if isinstance(self.tolerance, Adaptive):
-                margin = self.tolerance.deviations * constraint.deviation(answers, fed.clients)
+                deviation = constraint.deviation(answers, fed.clients)
+                margin = self.tolerance.margin(deviation, answers.count, len(drawn.cohort))
                 violation, found = violation + margin, {"margin": margin}
         sigma = self.switching(violation)
         info = {"switch": sigma, "constraint_estimate": estimate} | found

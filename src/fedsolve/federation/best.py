@@ -88,7 +88,6 @@ def with_best(
     counts: Flag = True,
 ) -> PyTree:
     """Return the state after a round, with the best of it and the rounds before."""
-    best = state.best.improved(
-        state.w, state.buffers, state.round, entry, tolerance, complete, counts
-    )
-    return dataclasses.replace(state, best=jax.tree.map(jnp.asarray, best))
+    before, w, buffers = jax.tree.map(jnp.asarray, (state.best, state.w, state.buffers))
+    best = before.improved(w, buffers, state.round, entry, tolerance, complete, counts)
+    return dataclasses.replace(state, best=best)

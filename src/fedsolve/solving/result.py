@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -75,7 +75,7 @@ def concluded(state: State, history: History, algorithm: Algorithm) -> State:
     return with_best(state, _last(history, KEPT), algorithm.feasible_up_to)
 
 
-def _last(history: History, names: Sequence[str]) -> dict[str, np.ndarray]:
+def _last(history: History, names: Sequence[str]) -> dict[str, Any]:
     return {name: history[name][-1] for name in names if name in history}
 
 
