@@ -133,7 +133,7 @@ def test_rates_of_groups_are_those_of_a_metric_frame():
     ).by_group
     sums = sums_over(bound)
     rates = bound.rates(sums)
-    np.testing.assert_allclose([rates[g] for g in GROUPS], frame.to_numpy(), rtol=1e-6)
+    np.testing.assert_allclose([float(rates[g]) for g in GROUPS], frame.to_numpy(), rtol=1e-6)
     assert [claim.name for claim in bound.claims] == [f"sensitivity.{g}" for g in GROUPS]
     assert float(bound.exact(sums)) == pytest.approx(0.9 - frame.min(), abs=1e-6)
     members = (EVERYONE["y"] == 1) & (EVERYONE["race"] == 1)

@@ -67,6 +67,11 @@ class Cell:
         label: The label.
         group: The code of the group.
         level: t, where the value is t + (loss − t)₊ / (1 − α).
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.constraints.Cell("women", label=1, group=1).key
+        'women'
     """
 
     key: str
@@ -86,6 +91,11 @@ class Claim:
             cells is at most the bound).
         bound: The bound.
         cells: The keys of its cells.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> fs.constraints.Claim("sensitivity", "at_least", 0.9, ("all",)).bound
+        0.9
     """
 
     name: str
@@ -123,6 +133,7 @@ class SampleMeans(Constraint):
         judged_by: `"rate"` if g is that of the exact rates, `"surrogate"` if of the surrogates.
         tail: α of a tail.
         levels: The levels t of a tail.
+        adapted: Functions of (params, samples) for exact and smooth sums; a `Problem` makes them.
 
     Example:
         >>> import fedsolve as fs
@@ -150,8 +161,7 @@ class SampleMeans(Constraint):
     judged_by: str = eqx.field(static=True, default="rate")
     tail: float = eqx.field(static=True, default=0.0)
     levels: tuple[float, ...] = eqx.field(static=True, default=())
-    _exact: Any = eqx.field(static=True, default=None)  # functions of (params, samples)
-    _soft: Any = eqx.field(static=True, default=None)
+    adapted: tuple[Any, Any] | None = eqx.field(static=True, default=None)
 
     # What is claimed
 
@@ -282,9 +292,9 @@ class SampleMeans(Constraint):
         """Compute the client's count and total of each cell, scaled up from a minibatch."""
         if scale is None:
             raise InvalidInput(f"{self.name} needs samples and labels of one length.")
-        found = {"rate": self._exact(params, samples)}
+        found = {"rate": self._tally(0)(params, samples)}
         if self.judged_by == "surrogate":
-            found["surrogate"] = self._soft(params, samples)
+            found["surrogate"] = self._tally(1)(params, samples)
         return jax.tree.map(lambda total: total * scale, found)
 
     def local(self, params: PyTree, samples: Samples, focus: PyTree) -> Float[Array, ""]:
@@ -297,9 +307,15 @@ class SampleMeans(Constraint):
         """Compute the client's part of the surrogate of g: Σ slope · total over the cells."""
         if focus is None:
             raise InvalidInput(f"A client alone does not know which part of {self.name} to reduce.")
-        totals = self._soft(params, samples)
+        totals = self._tally(1)(params, samples)
         parts = [focus[key] * total for key, (_, total) in totals.items()]
-        return sum(parts[1:], parts[0]) * (1 if scale is None else scale)
+        return jnp.sum(jnp.stack(parts)) * (1 if scale is None else scale)
+
+    def _tally(self, which: int) -> Any:
+        """Return the function of (params, samples) for exact sums (0) or for surrogates (1)."""
+        if self.adapted is None:
+            raise InvalidInput(f"Give {self.name} to a Problem before clients measure it.")
+        return self.adapted[which]
 
     # On the server
 
@@ -391,8 +407,10 @@ class SampleMeans(Constraint):
         """Return the constraint with its sums made exact on padded samples."""
         return dataclasses.replace(
             self,
-            _exact=exact(_Tally(self), sums=True),
-            _soft=exact(_Tally(self, soft=True), sums=True),
+            adapted=(
+                exact(_Tally(self), sums=True),
+                exact(_Tally(self, soft=True), sums=True),
+            ),
         )
 
 

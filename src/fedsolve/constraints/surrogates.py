@@ -13,13 +13,13 @@ from jaxtyping import Array, Float
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_positive
 
-Surrogate = Callable[[Float[Array, " s"]], Float[Array, " s"]]
+Surrogate = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 GRID = np.linspace(-20, 20, 161, dtype=np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sigmoid:
-    """φ(z) = 1 / (1 + e^(−z/τ)), which tends to the decision as τ → 0.
+    """The surrogate φ(z) = 1 / (1 + e^(−z/τ)), which tends to the decision as τ → 0.
 
     Args:
         temperature: τ.
@@ -36,14 +36,14 @@ class Sigmoid:
     def __post_init__(self):
         check_positive("temperature", self.temperature)
 
-    def __call__(self, z: Float[Array, " s"]) -> Float[Array, " s"]:
+    def __call__(self, z: Float[Array, "..."]) -> Float[Array, "..."]:
         """Compute φ."""
         return jax.nn.sigmoid(z / self.temperature)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hinge:
-    """φ(z) = max(0, 1 + z/τ), convex and never below the decision.
+    """The surrogate φ(z) = max(0, 1 + z/τ), convex and never below the decision.
 
     So where a constraint on rates holds with it, it holds for the rates. Gaps between rates have no
     such bound, and do not take it.
@@ -63,7 +63,7 @@ class Hinge:
     def __post_init__(self):
         check_positive("temperature", self.temperature)
 
-    def __call__(self, z: Float[Array, " s"]) -> Float[Array, " s"]:
+    def __call__(self, z: Float[Array, "..."]) -> Float[Array, "..."]:
         """Compute φ."""
         return jnp.maximum(0, 1 + z / self.temperature)
 
