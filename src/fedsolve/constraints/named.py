@@ -14,14 +14,14 @@ from fedsolve.constraints.surrogates import as_surrogate
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.each_client import EachClient
+from fedsolve.types import Function
 
-Score = Callable[..., Any]  # (params, one client's data) -> a number for each sample
 Groups = Mapping[str, int] | Sequence[str] | None
 JUDGES = ("rate", "surrogate")
 
 
 def sensitivity(
-    score: Score,
+    score: Function,
     at_least: float | int,
     label: str = "y",
     group: str | None = None,
@@ -77,7 +77,7 @@ def sensitivity(
 
 
 def specificity(
-    score: Score,
+    score: Function,
     at_least: float | int,
     label: str = "y",
     group: str | None = None,
@@ -122,7 +122,7 @@ def specificity(
 
 
 def false_positive_rate(
-    score: Score,
+    score: Function,
     at_most: float | int,
     label: str = "y",
     group: str | None = None,
@@ -168,7 +168,7 @@ def false_positive_rate(
 
 
 def demographic_parity(
-    score: Score,
+    score: Function,
     at_most: float | int,
     group: str,
     groups: Groups = None,
@@ -215,7 +215,7 @@ def demographic_parity(
 
 
 def equal_opportunity(
-    score: Score,
+    score: Function,
     at_most: float | int,
     group: str,
     groups: Groups = None,
@@ -259,7 +259,7 @@ def equal_opportunity(
 
 
 def equalized_odds(
-    score: Score,
+    score: Function,
     at_most: float | int,
     group: str,
     groups: Groups = None,
@@ -303,7 +303,7 @@ def equalized_odds(
 
 
 def group_loss(
-    loss: Score,
+    loss: Function,
     at_most: float | int,
     group: str,
     groups: Groups = None,
@@ -347,7 +347,7 @@ def group_loss(
 
 
 def cvar(
-    loss: Score,
+    loss: Function,
     at_most: float | int,
     tail: float = 0.9,
     least: float | int = 0.0,
@@ -496,7 +496,7 @@ def _unknown(name: str, known: Any, what: str) -> str:
 class _Turned:
     """The score with its sign turned, so that a decision is that of the negative class."""
 
-    def __init__(self, score: Score):
+    def __init__(self, score: Function):
         self.score = score
 
     def __call__(self, params: Any, data: Any, *extra: Any) -> Any:
@@ -564,7 +564,7 @@ def _finite(name: str, value: object) -> float:
     return float(value)
 
 
-def _function(name: str, value: object) -> Score:
+def _function(name: str, value: object) -> Function:
     if not callable(value):
         raise InvalidInput(f"{name} must be a function of (params, data), got {value!r}.")
     return value

@@ -24,13 +24,11 @@ from jaxtyping import Array, Float
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Number, PyTree
+from fedsolve.types import Function, Number, PyTree
 
 Weights = Float[Array, " m"] | None
 Scale = Number | int | None
-Exact = Callable[
-    ..., Callable[..., Any]
-]  # function, sums=False -> the same, exact on padded samples
+Exact = Callable[..., Function]  # function, sums=False -> the same, exact on padded samples
 
 
 class Constraint(eqx.Module):
@@ -286,7 +284,7 @@ class Maximum(Constraint):
 
     parts: tuple[Constraint, ...]
 
-    def __init__(self, *parts: Constraint | Callable[..., Any]):
+    def __init__(self, *parts: Constraint | Function):
         if not parts:
             raise InvalidInput("Maximum needs at least one constraint.")
         self.parts = tuple(as_constraint(part) for part in parts)
@@ -335,7 +333,7 @@ class Maximum(Constraint):
         return Maximum(*(part.adapt(exact) for part in self.parts))
 
 
-def jackknife(function: Callable[..., Any], replies: Replies, clients: int) -> Float[Array, ""]:
+def jackknife(function: Function, replies: Replies, clients: int) -> Float[Array, ""]:
     """Estimate the standard deviation over cohorts of a function of sums over clients.
 
     Args:
@@ -361,6 +359,6 @@ def _of_cohort(variance: Float[Array, ""], count: Array, clients: int) -> Float[
     return jnp.where((count < 2) & (count < clients), jnp.inf, deviation)
 
 
-def as_constraint(constraint: Constraint | Callable[..., Any]) -> Constraint:
+def as_constraint(constraint: Constraint | Function) -> Constraint:
     """Return a user's constraint as a `Constraint`; a plain function is a `Mean`."""
     return constraint if isinstance(constraint, Constraint) else Mean(constraint)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +15,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.constraints import Constraint, Exact, Scale, Weights, as_constraint
 from fedsolve.problem.samples import Samples
-from fedsolve.types import PyTree
+from fedsolve.types import Function, PyTree
 
 
 class Active(NamedTuple):
@@ -68,7 +67,7 @@ class EachClient(Constraint):
 
     def __init__(
         self,
-        constraint: Constraint | Callable[..., Any],
+        constraint: Constraint | Function,
         share: float | int = 1.0,
         tolerance: float | int = 0.0,
         name: str = "",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -36,6 +36,7 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import pool, stack_clients
 from fedsolve.problems.losses import logistic
+from fedsolve.types import Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,6 @@ People = dict[str, PyTree]  # x, y, protected and mask
 Sums = dict[str, tuple[Array, Array]]  # of each group: Σ π and how many
 
 
-Table = dict[str, Any]  # of a configuration
 Columns = Mapping[str, tuple[str, Sequence[str]]]  # by group: its entry, the names of its codes
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -28,21 +27,22 @@ from fedsolve.problem.constraints import Constraint, Statistics
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.stacking import stack_clients
 from fedsolve.problems.fairness import CONSTRAINTS, Sums, cross_entropy, from_tables, gap
+from fedsolve.types import Table
 
 Rows = dict[str, PyTree]  # of one client, with their mask
 MODELS = ("logistic", "network")
 
 
 def tabular(
-    features: dict[str, dict[str, Any]],
-    label: dict[str, Any],
-    group: dict[str, Any] | None = None,
+    features: dict[str, Table],
+    label: Table,
+    group: Table | None = None,
     folder: str | Path | None = None,
     fitted: dict[str, dict[str, float | int]] | None = None,
     model: str = "logistic",
     width: int = 16,
     depth: int = 1,
-    constraint: str | dict[str, Any] | list[dict[str, Any]] | None = None,
+    constraint: str | Table | list[Table] | None = None,
     bound: float | int = 0.0,
     batch_size: int | None = None,
     seed: int = 0,
@@ -119,7 +119,7 @@ def tabular(
     )
 
 
-def tabular_sums(features: dict[str, dict[str, Any]], label: dict[str, Any]) -> Problem:
+def tabular_sums(features: dict[str, Table], label: Table) -> Problem:
     """Sum numbers over all sites, from which `tabular` gets its means and deviations.
 
     The objective is f_j(w) = −⟨w, s_j⟩ with client j's sums s_j, so that a step of size 1 from 0
@@ -237,7 +237,7 @@ class GapAbove:
 
 
 def _constraint(
-    name: str | dict[str, Any] | list[dict[str, Any]] | None, bound: float, schema: Schema
+    name: str | Table | list[Table] | None, bound: float, schema: Schema
 ) -> Constraint | None:
     if name is None:
         return None
