@@ -312,10 +312,10 @@ class Maximum(Constraint):
         """Compute the client's part of the constraint that is largest."""
         largest, inner = focus
         branches = [
-            lambda p, part=part, own_focus=own_focus: part.descended(p, samples, own_focus, scale)
-            for part, own_focus in zip(self.parts, inner, strict=True)
+            lambda part=part, own=own: part.descended(params, samples, own, scale)
+            for part, own in zip(self.parts, inner, strict=True)
         ]
-        return jax.lax.switch(largest, branches, params)
+        return jax.lax.switch(largest, branches)
 
     def report(self, replies: Replies) -> dict[str, Array]:
         """Compute what the history has of the parts."""

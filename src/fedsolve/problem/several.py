@@ -127,15 +127,15 @@ class Several(Constraint):
         kind = shares.dtype
         total = jnp.zeros((), kind)
         for number, (part, own) in enumerate(zip(self.parts, focuses, strict=True)):
+            # `params` may hold functions, so they are no argument of the branches
+            def value(part: Constraint = part, own: Any = own) -> Float[Array, ""]:
+                return part.descended(params, samples, own, scale).astype(kind)
 
-            def value(p: PyTree, part: Constraint = part, own: Any = own) -> Float[Array, ""]:
-                return part.descended(p, samples, own, scale).astype(kind)
-
-            def nothing(p: PyTree) -> Float[Array, ""]:
+            def nothing() -> Float[Array, ""]:
                 return jnp.zeros((), kind)
 
             share = shares[number]
-            total = total + share * lax.cond(share != 0, value, nothing, params)
+            total = total + share * lax.cond(share != 0, value, nothing)
         return total
 
     def report(self, replies: Replies) -> dict[str, Array]:
