@@ -6,9 +6,9 @@ The table is in docs/neyman-pearson.md.
 """
 
 import numpy as np
-from tiny import tiny
 
 import fedsolve as fs
+from tiny import tiny
 
 ROUNDS, SEEDS = tiny((500, 5), (5, 2))
 COHORTS = tiny((2, 5, 10, 20), (2,))
