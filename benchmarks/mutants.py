@@ -96,18 +96,19 @@ def replacements(node: ast.AST) -> Iterator[str]:
             yield str(not value)
         case ast.Constant(value=int(value) | float(value)):
             yield repr(value + 1)
-        case ast.Call(func=function, args=args, keywords=keywords):
-            if ast.unparse(function).endswith(".where") and len(args) == 3:
-                yield from (ast.unparse(args[1]), ast.unparse(args[2]))
-            for i, keyword in enumerate(keywords):
-                if keyword.arg is not None:
-                    yield changed(keywords=[*keywords[:i], *keywords[i + 1 :]])
+        case ast.keyword(arg=str()):
+            yield "**{}"
+        case ast.Call(func=function, args=[_, *branches]) if len(branches) == 2:
+            if ast.unparse(function).endswith(".where"):
+                yield from map(ast.unparse, branches)
         case ast.Return(value=ast.Call(args=[ast.expr() as first, *_])) if not isinstance(
             first, ast.Starred
         ):
             yield f"return {ast.unparse(first)}"
         case ast.If(test=ast.Name() | ast.Call() | ast.Attribute()):
             yield f"not {ast.unparse(node.test)}"
+        case ast.Raise(exc=ast.Name(id="NotImplementedError")):
+            pass
         case ast.AugAssign() | ast.Raise() | ast.Expr(value=ast.Call()) | ast.Delete():
             yield "pass"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
@@ -137,7 +138,8 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             start = lengths[place.lineno - 1] + place.col_offset
             end = lengths[place.end_lineno - 1] + place.end_col_offset
             before = source.encode()[start:end].decode()
-            after = after if isinstance(node, ast.stmt) and place is node else f"({after})"
+            if isinstance(place, ast.expr):
+                after = f"({after})"
             found.append(Mutant(path, function, lines, start, end, before, after))
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "type_params"):
