@@ -32,6 +32,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
@@ -125,18 +126,21 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
     for line in source.splitlines(keepends=True):
         lengths.append(lengths[-1] + len(line.encode()))
 
+    def span(node: Any) -> tuple[int, int]:
+        end = lengths[node.end_lineno - 1] + node.end_col_offset
+        return lengths[node.lineno - 1] + node.col_offset, end
+
     def visit(node: ast.AST, function: str, lines: range) -> None:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             function = f"{function}.{node.name}".lstrip(".")
         if isinstance(node, ast.stmt):
-            body = getattr(node, "body", None) or getattr(node, "cases", None)
+            body = getattr(node, "body", None)
             last = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno
             first = min([node.lineno] + [d.lineno for d in getattr(node, "decorator_list", [])])
             lines = range(first, max(last or 0, node.lineno) + 1)
         place = node.test if isinstance(node, ast.If) else node
         for after in replacements(node):
-            start = lengths[place.lineno - 1] + place.col_offset
-            end = lengths[place.end_lineno - 1] + place.end_col_offset
+            start, end = span(place)
             before = source.encode()[start:end].decode()
             if isinstance(place, ast.expr):
                 after = f"({after})"
@@ -200,9 +204,9 @@ class Selected:
             self._current["starts"] = True
 
     def pytest_collection_modifyitems(self, items):
-        if self.order is not None:
-            items[:] = [item for item in items if item.nodeid in self.order]
-            items.sort(key=lambda item: self.order[item.nodeid])
+        if (order := self.order) is not None:
+            items[:] = [item for item in items if item.nodeid in order]
+            items.sort(key=lambda item: order[item.nodeid])
 
     def pytest_runtest_setup(self, item):
         if self.order is None:
@@ -366,7 +370,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("paths", nargs="+", help="folders of src/fedsolve, or files")
     parser.add_argument("--tests", nargs="+", help="tests to run (the folders of the same names)")
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random")

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 import fedsolve as fs
@@ -66,6 +68,33 @@ def test_byte_counts_are_exact_beyond_32_bits():
     many = Count.zero().plus(jnp.int32(1_000_003), 70_001)
     many = many + Count.zero().plus_all(jnp.full(100_000, 2**16 - 1, jnp.uint32))
     assert int(many.exact()) == 1_000_003 * 70_001 + 100_000 * (2**16 - 1)
+
+
+def counted(number):
+    return Count(jnp.uint32(number >> 16), jnp.uint32(number & 0xFFFF))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 2**46),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**31 - 1),
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+)
+def test_counts_are_whole_numbers(begun, count, each, amounts):
+    each = min(each, 2**46 // max(count, 1))
+    total = counted(begun)
+    assert int(total.exact()) == begun
+    added = total.plus(jnp.uint32(count), each)
+    assert int(added.exact()) == begun + count * each
+    more = total.plus_all(jnp.asarray(amounts, jnp.uint32))
+    assert int(more.exact()) == begun + sum(amounts)
+    assert int((added + more).exact()) == 2 * begun + count * each + sum(amounts)
+    for most in (0, 2**16, 2**31 - 1):
+        assert int(added.minus(total, most)) == min(count * each, most)
+        assert int(more.minus(total, most)) == min(sum(amounts), most)
+    for part in (added, more):
+        assert int(part.low) < 2**16
 
 
 class Probe(fs.Algorithm):
