@@ -33,6 +33,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "gateway.py": "median ms a round",
     "limits.py FedSGM MOON --out out.json": "| FedSGM |",
     "million.py": "clients that have a state",
+    "mutants.py storage/atomic.py": "killed, ",
     "neyman_pearson.py": "NumPy transcription",
     "peers/run.py Fedsolve": "| Fedsolve | ",
     "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",
