@@ -12,6 +12,7 @@ from fedsolve import (
     algorithms,
     auditing,
     compression,
+    constraints,
     experiments,
     games,
     local_updates,
@@ -34,9 +35,11 @@ from fedsolve.local_updates import *  # noqa: F403
 from fedsolve.participation import Strategic, sample
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
+from fedsolve.problem.each_client import EachClient
 from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
+from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import stack_clients
-from fedsolve.solving.result import Run, Sweep
+from fedsolve.solving.result import BestRound, Run, Sweep
 from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
@@ -45,6 +48,7 @@ __version__ = "0.2.0.dev0"
 
 __all__ = [
     "Ball",
+    "BestRound",
     "Box",
     "Client",
     "ClientError",
@@ -52,6 +56,7 @@ __all__ = [
     "Constraint",
     "Diverged",
     "Domain",
+    "EachClient",
     "Federation",
     "Follower",
     "Game",
@@ -67,6 +72,7 @@ __all__ = [
     "Reached",
     "Replies",
     "Run",
+    "Several",
     "Simplex",
     "Spent",
     "Stationary",
@@ -78,6 +84,7 @@ __all__ = [
     "Tracker",
     "WholeSpace",
     "auditing",
+    "constraints",
     "datasets",
     "experiments",
     "games",

@@ -52,6 +52,8 @@ def scalar(name: str) -> Callable[[object], Any]:
     def convert(value: object) -> object:
         if isinstance(value, bool | str) or value is None:
             raise InvalidInput(f"{name} must be a number, got {value!r}.")
+        if isinstance(value, list | tuple | dict):
+            raise InvalidInput(f"{name} must be one number, got {value!r}.")
         return float(value) if isinstance(value, int) else value
 
     return convert
@@ -86,6 +88,12 @@ def check_flag(name: str, value: object) -> None:
     """Raise if the value is not True or False."""
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} must be True or False, got {value!r}.")
+
+
+def check_seed(value: object) -> None:
+    """Raise if a seed is not a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidInput(f"seed must be a whole number, got {value!r}.")
 
 
 def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"]:

@@ -9,6 +9,7 @@ PACKAGES = (
     "fedsolve.algorithms",
     "fedsolve.auditing",
     "fedsolve.compression",
+    "fedsolve.constraints",
     "fedsolve.data",
     "fedsolve.errors",
     "fedsolve.experiments",

@@ -62,6 +62,7 @@ def _groups(folder: Path, several: bool) -> list[Table]:
             "config": {key: str(value) for key, value in flat.items()},
             "tolerance": float(flat.get("algorithm.tolerance", 0.0)),
             "certificates": [],
+            "best": [],
             "seeds": [],
             "clients": [],
             "sites": [],
@@ -77,6 +78,8 @@ def _groups(folder: Path, several: bool) -> list[Table]:
                 group["sites"].append(_sites(int(str(seed)), record, history["round"][-1]))
             if (there := facts.get("tolerances", {}).get(run)) is not None:  # a theorem may set it
                 group["tolerance"] = float(there)
+            if best := facts.get("best", {}).get(run):
+                group["best"].append(f"Seed {seed}: {best['text']}")
             if said := facts.get("certificates", {}).get(run):
                 group["certificates"].append(f"Seed {seed}: {said}")
             if (audit := audits.get(run)) is not None:

@@ -23,14 +23,16 @@ from jaxtyping import Array, Float, Int
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem.client import Client
-from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.columns import check_columns
+from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
 from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
 from fedsolve.problem.samples import Samples, full_mask
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.problem.stacking import as_samples, pool
-from fedsolve.types import Personal, PRNGKey, PyTree, Vector
+from fedsolve.types import Function, Personal, PRNGKey, PyTree, Vector
 
 BUFFERS = ("average", "local", "frozen")
 
@@ -57,7 +59,8 @@ class Problem(eqx.Module):
             each client, which may differ in size: dicts or tuples of arrays, PyTorch datasets or
             loaders, pandas tables.
         params: The initial parameters, in any structure of floating-point arrays.
-        constraint: g_j in the same form as `objective`, or a `Constraint`; None for none.
+        constraint: g_j in the same form as `objective`, or a `Constraint`; a list or a dict of them
+            for several (see `Several`); None for none.
         domain: X, as a `Domain` or as a function that projects parameters onto it.
         batch_size: The number of samples from which a client's gradients and constraint values are
             computed, drawn anew each time; None for all of them. Evaluation always uses all.
@@ -121,17 +124,17 @@ class Problem(eqx.Module):
 
     def __init__(
         self,
-        objective: Callable[..., Any],
+        objective: Function,
         clients: PyTree,
         params: PyTree,
-        constraint: Constraint | Callable[..., Any] | None = None,
-        domain: Domain | Callable[..., Any] = WholeSpace(),  # noqa: B008 (immutable)
+        constraint: Constraint | Function | Parts | None = None,
+        domain: Domain | Function = WholeSpace(),  # noqa: B008 (immutable)
         batch_size: int | None = None,
         test: PyTree = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Function] | None = None,
         optimum: float | int | None = None,
         validation: PyTree = None,
-        representation: Callable[..., Any] | None = None,
+        representation: Function | None = None,
         drop_last: bool = False,
         state: PyTree = None,
         buffers: str = "average",
@@ -155,14 +158,16 @@ class Problem(eqx.Module):
             raise InvalidInput("No parameter is trained on the server: all are fixed or personal.")
         checked = functools.partial(_checked, params=params, samples=samples, state=self.state)
         self.objective = checked("objective", objective, moves=True)
-        self.given = objective, constraint
         self.samples = samples
         self.params = params
         self.constraint = None
         if constraint is not None:
-            self.constraint = as_constraint(constraint).adapt(
+            fitted = constraint_of(constraint).fitted(samples)
+            constraint = constraint if callable(constraint) else fitted
+            self.constraint = fitted.adapt(
                 lambda function, sums=False: checked("constraint", function, sums=sums)
             )
+        self.given = objective, constraint
         self.domain = domain
         self.test = test
         self.validation = validation
@@ -326,7 +331,7 @@ class Problem(eqx.Module):
         """
         return self._made(self.given[0], clients)
 
-    def with_objective(self, objective: Callable[..., Any]) -> Problem:
+    def with_objective(self, objective: Function) -> Problem:
         """Return the same problem with another objective.
 
         Args:
@@ -337,7 +342,7 @@ class Problem(eqx.Module):
         """
         return self._made(objective, self.samples)
 
-    def _made(self, objective: Callable[..., Any], clients: PyTree) -> Problem:
+    def _made(self, objective: Function, clients: PyTree) -> Problem:
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
         options |= {"drop_last": self.drop_last, "state": self.state, "buffers": self.buffers}
@@ -429,7 +434,7 @@ def _fixed(which: object) -> Any:
 
 def _checked(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     params: PyTree,
     samples: Samples,
     sums: bool = False,
@@ -439,6 +444,7 @@ def _checked(
     """Return a user's function made exact on padded samples; raise if it returns no scalar."""
     if not callable(function):
         raise InvalidInput(f"The {name} must be a function of (params, data), got {function!r}.")
+    check_columns(name, function, params, samples.values)
     try:
         exact = per_client(name, function, params, samples, sums, state, moves)
         one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), samples)
@@ -485,6 +491,9 @@ def _check_state(name: str, exact: PerClient, params: PyTree, one: Samples) -> N
 def _check_params(params: PyTree) -> None:
     """Raise if there are no parameters, or they are not finite floating-point numbers."""
     if Layout.of(params).size == 0:
+        kinds = {str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if np.size(leaf)}
+        if kinds & {"int32", "int64"}:
+            raise InvalidInput("params are integers; parameters are floating-point numbers.")
         raise InvalidInput("params is empty: it has no floating-point arrays to optimise.")
     for path, leaf in jax.tree.leaves_with_path(params):
         name = "params" + jax.tree_util.keystr(path)
@@ -505,6 +514,9 @@ def _check_clients(samples: Samples) -> None:
         raise InvalidInput("There are no clients: their data are empty.")
     first, count = leaves[0][0], None
     for name, leaf in leaves:
+        kind = getattr(leaf, "dtype", None)
+        if isinstance(kind, np.dtype) and kind.kind in "OSUMm":  # objects, texts, dates
+            raise InvalidInput(f"{name} is of type {kind}; data are numbers: encode it.")
         if np.ndim(leaf) == 0:
             raise InvalidInput(f"{name} is a scalar; every leaf needs a leading client axis.")
         count = len(leaf) if count is None else count

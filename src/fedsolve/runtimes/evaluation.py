@@ -149,6 +149,7 @@ def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         found["constraint"], _ = problem.constraint.combine(heard)
+        found |= problem.constraint.report(heard)
     if shares is not None:
         each = {k: values[k] for k in ("objective", "constraint") if k in values}
         if not isinstance(problem.constraint, Mean):

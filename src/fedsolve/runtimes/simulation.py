@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Int
 
 from fedsolve.algorithms.base import Algorithm
+from fedsolve.federation.best import with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.known import Known, can_be_known
@@ -29,11 +29,11 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.base import Advanced, Runtime
 from fedsolve.runtimes.blocks import block_size, map_clients
-from fedsolve.runtimes.chunks import Spans, padded
+from fedsolve.runtimes.chunks import GRID, Spans, padded
 from fedsolve.runtimes.evaluation import GRADIENTS, evaluate_state
 from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
-from fedsolve.types import Cohort, Flag, Flags, Info, PyTree, Reply, Round, Vector
+from fedsolve.types import Cohort, Flag, Flags, Function, Info, PyTree, Reply, Round, Vector
 
 
 class Simulation(Federation):
@@ -189,6 +189,8 @@ def advance(
             info,
             known,
         )
+        counts = (wanted == GRID) & ~stopped
+        state = with_best(state, found, algorithm.feasible_up_to, counts=counts)
         return (state, stopped | found.get("stopped", False), known), info | found
 
     carry = state, jnp.asarray(stopped), unknown
@@ -209,7 +211,7 @@ def reuses_gradients(problem: Problem, algorithm: Algorithm, options: RoundOptio
     return gradients <= data / 8
 
 
-def _traced(function: Callable[..., Any], *given: PyTree) -> tuple[Callable[..., Any], PyTree]:
+def _traced(function: Function, *given: PyTree) -> tuple[Function, PyTree]:
     """Trace a function once for arguments of these shapes; also return the shapes of its result."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
     run, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)
