@@ -153,7 +153,8 @@ def test_afl_without_a_weight_step_is_fedavg():
 
 
 def test_safe_ef_is_fedsgm_to_the_bit():
-    problem, top = examples.least_squares(), {"uplink": fs.TopK(0.4), "downlink": fs.TopK(0.6)}
+    problem = examples.least_squares()
+    top: dict[str, Any] = {"uplink": fs.TopK(0.4), "downlink": fs.TopK(0.6)}
     one = fs.solve(problem, fs.SafeEF(0.05, 0.1, **top), 40)
     other = fs.solve(problem, fs.FedSGM(0.05, 0.1, **top), 40)
     np.testing.assert_array_equal(one.params, other.params)

@@ -105,6 +105,47 @@ def test_several_constraints_are_judged_each():
     assert found["g2"].value == pytest.approx(-0.5, abs=0.1)
 
 
+def test_constraints_by_name_are_judged_by_their_exact_rates():
+    """Each claim of fs.constraints, over all and at each client; one plain g beside it."""
+
+    def data(seed, samples):
+        rng = np.random.default_rng(seed)
+        two = (2, samples)
+        return {k: rng.integers(0, 2, two) for k in ("y", "sex")} | {"x": rng.normal(size=two)}
+
+    def score(w, data):
+        return data["x"] * w[0]
+
+    named = fs.constraints
+    both = fs.Several(
+        {
+            "found": named.sensitivity(score, at_least=0.4),
+            "gap": named.demographic_parity(score, at_most=0.3, group="sex", groups=["m", "f"]),
+            "each": fs.EachClient(named.specificity(score, at_least=0.9)),
+            "plain": lambda w, data: jnp.mean(data["x"]) + 0 * w[0],
+        },
+        tolerances=[0.0, 0.0, 0.0, 0.2],
+    )
+    problem = fs.Problem(lambda w, d: w @ w, data(0, 40), np.ones(1), constraint=both)
+    run = fs.solve(problem, fs.FedSGM(0.01, tolerance=0.1), rounds=1)
+    new = data(1, 900)
+    found = run.audit(new, ranges=(-6.0, 6.0))
+    up = new["x"] * run.params[0] > 0
+    np.testing.assert_allclose(found["found"].value, up[new["y"] == 1].mean())
+    assert found["found"].samples == (new["y"] == 1).sum()
+    shares = [up[new["sex"] == code].mean() for code in (0, 1)]
+    np.testing.assert_allclose(found["gap"].value, abs(shares[0] - shares[1]), atol=1e-9)
+    np.testing.assert_allclose(
+        found["each", "client 1"].value, 1 - up[1][new["y"][1] == 0].mean(), rtol=1e-6
+    )
+    assert found["each", "client 1"].verdict == "not met"
+    assert [found[name].verdict for name in ("found", "gap")] == ["met", "met"]
+    assert found["plain"].bound == pytest.approx(0.3)
+    assert len(found.verdicts) == 3 * 3 + 2
+    with pytest.raises(KeyError):
+        found["each"]
+
+
 def test_audits_and_counts_survive_json(tmp_path):
     run = overfitted()
     tally = count(run.problem, run.params, noise(1), ["a", "b", "c"])

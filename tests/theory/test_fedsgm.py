@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,7 +130,8 @@ def test_weakly_convex(E, T):
 
 def test_the_bound_of_soft_switching_is_what_is_proved():
     """β = 2/ε with the statement's ε: up to half of ε is lost (1.49 ε for q = q_0 = .1, E = 1)."""
-    given = {"distance": D, "lipschitz": G, "rounds": 100, "clients": N, "soft": True}
+    given: dict[str, Any] = {"distance": D, "lipschitz": G, "rounds": 100, "clients": N}
+    given |= {"soft": True}
     once = fs.theory.fedsgm(**given)
     np.testing.assert_allclose(once.bound, (1.5 - np.sqrt(1 / 12)) * once.tolerance)
     twice = fs.theory.fedsgm(**given, local_steps=2)
@@ -142,9 +144,17 @@ def test_the_bound_of_soft_switching_is_what_is_proved():
 @pytest.mark.parametrize(("E", "T"), GRID)
 def test_our_bound_on_local_steps(E, T):
     """Γ' = 3E/2 − 1 covers its own proof's right side, exactly, and is never above the paper's."""
-    given = {"distance": D, "lipschitz": G, "local_steps": E, "rounds": T, "clients": N}
+    given: dict[str, Any] = {
+        "distance": D,
+        "lipschitz": G,
+        "local_steps": E,
+        "rounds": T,
+        "clients": N,
+    }
     price = 2 * E * np.sqrt(0.7) / 0.3
-    for more, extra in (({}, 0), ({"q": 0.3}, price), ({"q_u": 9.0}, E * 9 / (2 * N))):
+    cases: list[tuple[dict[str, Any], float]]
+    cases = [({}, 0), ({"q": 0.3}, price), ({"q_u": 9.0}, E * 9 / (2 * N))]
+    for more, extra in cases:
         ours, theirs = (fs.theory.fedsgm(**given, **more, tight=tight) for tight in (True, False))
         reached = theorems.direct_right_hand_side(ours.step_size, D, G, E, T, extra)
         np.testing.assert_allclose(ours.tolerance, reached)
@@ -154,12 +164,12 @@ def test_our_bound_on_local_steps(E, T):
     soft = fs.theory.fedsgm(**given, tight=True, soft=True)
     np.testing.assert_allclose(soft.bound, 1.5 * soft.tolerance)
     np.testing.assert_allclose(soft.bound, theorems.soft_gap(soft.tolerance, soft.tolerance), 1e-4)
-    sampled = {"participants": 5, "sigma": 0.7, "failure": DELTA}
+    sampled: dict[str, Any] = {"participants": 5, "sigma": 0.7, "failure": DELTA}
     ours, theirs = (fs.theory.fedsgm(**given, **sampled, tight=tight) for tight in (True, False))
     difference = theirs.tolerance - ours.tolerance
     expected = np.sqrt(4 * D**2 * G**2 * E / T) - np.sqrt(D**2 * G**2 * (3 * E - 2) / (E * T))
     np.testing.assert_allclose(difference, expected)
-    curved = {"rho": 0.5, "rho_hat": 2.0, "feasible_value": -0.3}
+    curved: dict[str, Any] = {"rho": 0.5, "rho_hat": 2.0, "feasible_value": -0.3}
     ours, theirs = (fs.theory.fedsgm(**given, **curved, tight=tight) for tight in (True, False))
     sampling = 4 * G * D / np.sqrt(N * T) * np.sqrt(2 * np.log(4 / 0.05))
     reached = theorems.direct_right_hand_side(ours.step_size, D, G, E, T, 0, rho=0.5)

@@ -172,12 +172,8 @@ class CompressedTraining(LocalTraining):
         check_downlink(self.downlink)
         check_flag("error_feedback", self.error_feedback)
 
-    def init_client(self, w: Vector) -> PyTree:
-        return self.no_residual(w)
-
-    def no_residual(self: HasLinks, w: Vector) -> Vector | None:
-        """Return a client's residual before the first round; None without error feedback."""
-        return no_residual(self.uplink, w) if self.error_feedback else None
+    def init_client(self: HasLinks, w: Vector) -> PyTree:
+        return residual_of(self, w)
 
     def unsent(self, clients: PyTree) -> PyTree:
         return clients
@@ -218,6 +214,11 @@ def _after_steps(algorithm: HasLocalSteps | HasLinks, client: Client) -> PRNGKey
     """Return a key of the client that none of its local steps has."""
     epochs = algorithm.local_epochs
     return jax.random.fold_in(client.key, algorithm.local_steps if epochs is None else AFTER_STEPS)
+
+
+def residual_of(algorithm: HasLinks, w: Vector) -> Vector | None:
+    """Return a client's residual before the first round; None without error feedback."""
+    return no_residual(algorithm.uplink, w) if algorithm.error_feedback else None
 
 
 def check_passes(problem: Problem) -> None:

@@ -25,7 +25,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
-from fedsolve.algorithms.common import steps_of
+from fedsolve.algorithms.common import residual_of, steps_of
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
@@ -102,7 +102,7 @@ class FedAlt(FedAvg):
         return clients.residual
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(None if self.mixing is None else w, self.no_residual(w))
+        return Kept(None if self.mixing is None else w, residual_of(self, w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         if kept.personal is None:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fedsolve.algorithms.common import residual_of
 from fedsolve.algorithms.fedavg import Averaging
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
@@ -99,7 +100,7 @@ class FedDyn(Averaging):
     # On a client
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(0 * w, self.no_residual(w))
+        return Kept(0 * w, residual_of(self, w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         alpha = self.regularization

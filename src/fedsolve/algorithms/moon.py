@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fedsolve.algorithms.common import residual_of
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
@@ -94,7 +95,7 @@ class MOON(FedAvg):
     # On a client
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(w, self.no_residual(w))
+        return Kept(w, residual_of(self, w))
 
     def improve(self, client: Client, kept: Kept) -> tuple[Kept, Packet]:
         def contrast(v: Vector, key: PRNGKey) -> Float[Array, ""]:

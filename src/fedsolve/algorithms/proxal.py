@@ -205,7 +205,7 @@ class ProxAL(Algorithm):
         if self.each_client:
             return kept.slack
         pull = self.rho * (kept.slack - excess) + kept.slack_dual + kappa * kept.slack_centre
-        return pull / (self.rho + kappa)
+        return jnp.asarray(pull / (self.rho + kappa))
 
     def _begin(self, client: Client, kept: Kept, slack: Real, outer: Int[Array, ""]) -> Kept:
         """Move μ_j, unless it is the first subproblem, and start ADMM at w^k."""

@@ -27,6 +27,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from fedsolve.algorithms.common import residual_of
 from fedsolve.algorithms.fedavg import Averaging
 from fedsolve.compression.error_feedback import with_feedback
 from fedsolve.compression.packets import Packet
@@ -98,7 +99,7 @@ class SCAFFOLD(Averaging):
     # On a client
 
     def init_client(self, w: Vector) -> Kept:
-        return Kept(0 * w, self.no_residual(w), self.no_residual(w))
+        return Kept(0 * w, residual_of(self, w), residual_of(self, w))
 
     def improve(
         self, client: Client, kept: Kept, control: Vector

@@ -146,9 +146,9 @@ class Audit:
         Raises:
             InvalidInput: If it is something else.
         """
-        missing = {"value": math.nan, "lower": -math.inf, "upper": math.inf}
+        missing: dict[str, Any] = {"value": math.nan, "lower": -math.inf, "upper": math.inf}
         try:
-            rows = [
+            rows: list[dict[str, Any]] = [
                 {k: missing[k] if v is None and k in missing else v for k, v in row.items()}
                 for row in found["verdicts"]
             ]
@@ -225,9 +225,8 @@ def audit(
     """
     params = run.params if params is None else params
     tally = count(run.problem, params, test_clients, names, ranges)
-    if tolerance is None:
-        tolerance = getattr(run.algorithm, "tolerance", 0.0)
-    return judge(tally, confidence, ranges, float(tolerance), sites)
+    own = getattr(run.algorithm, "tolerance", 0.0) if tolerance is None else tolerance
+    return judge(tally, confidence, ranges, float(own), sites)
 
 
 def judge(
@@ -295,7 +294,7 @@ def _judge(
     ranges: Ranges,
 ) -> Verdict:
     """Judge one claim at one place, from the sums of its clients."""
-    bound = tolerance if claim.bound is None else claim.bound
+    bound = claim.own_tolerance + tolerance if claim.bound is None else claim.bound
     within = range_of(claim, ranges)
     spans = [_span(claim, number, within) for number in range(len(claim.cells))]
     sums = [

@@ -19,23 +19,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fedsolve.constraints.sample_means import Claim, SampleMeans
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.constraints import Constraint, Mean
+from fedsolve.problem.constraints import Constraint, Maximum, Mean
+from fedsolve.problem.each_client import EachClient
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples, full_mask
+from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import as_samples
 from fedsolve.types import PyTree, Table
 
 ALL = "all"  # the only cell of a plain function
 Range = tuple[float | int, float | int]
 Ranges = Mapping[str, Range] | Range | None
-KINDS = ("at_most", "at_least", "gap", "tail")
 
 
 class Sum(NamedTuple):
     """Sums over the samples of a cell: their number, Σ v and Σ v²."""
 
-    count: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride] (a tuple has one)
     total: float
     squares: float
 
@@ -48,10 +50,11 @@ class Claimed:
         name: What it is about.
         kind: `"at_most"`, `"at_least"`, `"gap"`, `"tail"`, or `"mean"`, the mean over clients of
             their means is at most the bound.
-        bound: The bound; None for the audit's tolerance.
+        bound: The bound; None for a plain g ≤ ε, where it is `own_tolerance` and the audit's.
         cells: The keys of its cells among the sums.
         is_rate: Whether the values are 0 or 1.
         each: Whether it is about every client alone, and not about all together.
+        own_tolerance: ε_i of a plain g that is one of several constraints.
         levels: For a tail, (t, α) of each cell, whose values are t + (v − t)₊/(1 − α).
         why: Why it cannot be bounded; empty if it can.
     """
@@ -62,6 +65,7 @@ class Claimed:
     cells: tuple[str, ...]
     is_rate: bool
     each: bool = False
+    own_tolerance: float = 0.0
     levels: tuple[tuple[float, float], ...] = ()
     why: str = ""
 
@@ -217,9 +221,9 @@ def count(
     digest, params = _digest(params), jax.tree.map(_on_device, params)
     claims: list[Claimed] = []
     sums: list[dict[str, Sum]] = [{} for _ in range(clients)]
-    for number, part in enumerate(_parts(problem.constraint)):
-        for claim, found in _count(part, str(number), params, samples, clients, ranges):
-            claims.append(claim)
+    for number, (part, name, own) in enumerate(_parts(problem.constraint)):
+        for claim, found in _count(part, name, str(number), params, samples, clients, ranges):
+            claims.append(dataclasses.replace(claim, own_tolerance=own))
             for own, more in zip(sums, found, strict=True):
                 own |= more
     return Tally(tuple(claims), tuple(names), tuple(sums), digest)
@@ -241,14 +245,19 @@ def _digest(params: PyTree) -> str:
 Found = list[tuple[Claimed, list[dict[str, Sum]]]]
 
 
-def _parts(constraint: Constraint) -> list[Constraint]:
-    """Return the constraints that a constraint is made of."""
-    parts = getattr(constraint, "parts", ())
-    return [each for part in parts for each in _parts(part)] if parts else [constraint]
+def _parts(constraint: Constraint) -> list[tuple[Constraint, str, float]]:
+    """Return the constraints that a constraint is made of, with names and tolerances."""
+    if isinstance(constraint, Several):
+        return list(zip(constraint.parts, constraint.names, constraint.tolerances, strict=True))
+    if isinstance(constraint, Maximum):
+        parts = [each for part in constraint.parts for each, _, _ in _parts(part)]
+        return [(part, f"g{i + 1}" if i else "g", 0.0) for i, part in enumerate(parts)]
+    return [(constraint, "g", 0.0)]
 
 
 def _count(
     constraint: Constraint,
+    name: str,
     prefix: str,
     params: PyTree,
     samples: Samples,
@@ -256,22 +265,22 @@ def _count(
     ranges: Ranges,
 ) -> Found:
     """Count for one constraint; the keys of its cells begin with `prefix`."""
-    inner = getattr(constraint, "constraint", None)  # of a constraint on each client
-    if isinstance(inner, Constraint):
+    if isinstance(constraint, EachClient):
+        inner = constraint.constraint
+        inner = inner.renamed(constraint.name) if constraint.name else inner
         return [
             (dataclasses.replace(claim, each=True, kind=_alone(claim.kind)), sums)
-            for claim, sums in _count(inner, prefix, params, samples, clients, ranges)
+            for claim, sums in _count(inner, name, prefix, params, samples, clients, ranges)
         ]
-    if hasattr(type(constraint), "claims") and hasattr(type(constraint), "counts"):
+    if isinstance(constraint, SampleMeans):
         return _count_named(constraint, prefix, params, samples, clients, ranges)
-    name = getattr(constraint, "name", None) or ("g" if prefix == "0" else f"g{int(prefix) + 1}")
     if isinstance(constraint, Mean):
-        return _count_mean(constraint, str(name), prefix, params, samples, clients, ranges)
+        return _count_mean(constraint, name, prefix, params, samples, clients, ranges)
     why = (
         f"{type(constraint).__name__} is no rate and no mean over samples: state it with "
         "fs.constraints"
     )
-    return [(Claimed(str(name), "mean", None, (), False, why=why), [{} for _ in range(clients)])]
+    return [(Claimed(name, "mean", None, (), False, why=why), [{} for _ in range(clients)])]
 
 
 def _alone(kind: str) -> str:
@@ -279,7 +288,7 @@ def _alone(kind: str) -> str:
 
 
 def _count_named(
-    constraint: Any,
+    constraint: SampleMeans,
     prefix: str,
     params: PyTree,
     samples: Samples,
@@ -287,8 +296,7 @@ def _count_named(
     ranges: Ranges,
 ) -> Found:
     """Count by the constraint's own `counts`."""
-    if hasattr(constraint, "fitted"):
-        constraint = constraint.fitted(samples)  # raises where the data do not fit
+    constraint = constraint.fitted(samples)  # raises where the data do not fit
     mask = None if samples.mask is None else jnp.asarray(full_mask(samples))
     values = jax.tree.map(jnp.asarray, samples.values)
 
@@ -307,13 +315,11 @@ def _count_named(
             claim.kind,
             float(claim.bound),
             tuple(f"{prefix}/{key}" for key in claim.cells),
-            bool(constraint.is_rate),
+            constraint.is_rate,
             levels=_levels(constraint, claim),
         )
         for claim in constraint.claims
     ]
-    if any(claim.kind not in KINDS for claim in claims):
-        raise InvalidInput(f"{constraint.name} claims something that cannot be audited.")
     if not constraint.is_rate:
         seen = jax.vmap(lambda data: constraint.values(params, data))(values)
         seen = np.asarray(seen if mask is None else seen[mask], float)
@@ -348,12 +354,12 @@ def _count_mean(
     return [(claimed, sums)]
 
 
-def _levels(constraint: Any, claim: Any) -> tuple[tuple[float, float], ...]:
+def _levels(constraint: SampleMeans, claim: Claim) -> tuple[tuple[float, float], ...]:
     """Return (t, α) of each cell of a tail."""
     if claim.kind != "tail":
         return ()
-    level = {cell.key: float(cell.level) for cell in constraint.cells}
-    return tuple((level[key], float(constraint.tail)) for key in claim.cells)
+    level = {cell.key: cell.level or 0.0 for cell in constraint.cells}
+    return tuple((level[key], constraint.tail) for key in claim.cells)
 
 
 def _check_range(claim: Claimed, values: Float[np.ndarray, " s"], ranges: Ranges) -> None:
