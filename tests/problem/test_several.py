@@ -1,5 +1,7 @@
 """Several constraints at once: names, tolerances, and the rules by which clients reduce them."""
 
+import dataclasses
+
 import cvxpy as cp
 import jax
 import jax.numpy as jnp
@@ -180,8 +182,11 @@ BAD = {
     "among must be one of": lambda: fs.FedSGM(0.1, among="largest"),
     "share is the share of clients": lambda: fs.EachClient(first, share=0.0),
     "takes the constraint of one client": lambda: fs.EachClient(fs.EachClient(first)),
-    "a mean over clients; this is a Several": lambda: fs.FedSGM.from_theory(
-        problem(several()), 10, distance=1.0, lipschitz=1.0
+    "all clients in every round": lambda: fs.FedSGM.from_theory(
+        problem(several()), 10, participants=2, distance=1.0, lipschitz=1.0
+    ),
+    "a mean over clients; this is a EachClient": lambda: fs.FedSGM.from_theory(
+        problem([first, fs.EachClient(total)]), 10, distance=1.0, lipschitz=1.0
     ),
 }
 
@@ -190,6 +195,31 @@ BAD = {
 def test_bad_input_gets_a_sentence(sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         BAD[sentence]()
+
+
+def test_theory_holds_for_the_maximum_of_convex_constraints():
+    """Theorem 1 with several local steps; f* by CVXPY. Another rule is another method."""
+    tolerances = (0.2, 0.1)
+    made = fs.Problem(
+        lambda w, data: jnp.sum((w - data["c"]) ** 2) / 2,
+        {"c": TARGETS},
+        np.zeros(3),
+        several(tolerances=tolerances),
+        fs.Ball(4.0),
+    )
+    w, f = optimum(tolerances)
+    assert np.linalg.norm(w) < 4
+    for soft in (False, True):
+        algorithm = fs.FedSGM.from_theory(made, rounds=400, local_steps=2, soft=soft)
+        assert algorithm.guarantee is not None
+        run = fs.solve(made, algorithm, 400, evaluate_every=400)
+        found = run.certificate(optimum=f)
+        assert isinstance(found, fs.theory.Certificate)
+        assert found.holds
+        other = dataclasses.replace(algorithm, among="blend")
+        run = fs.solve(made, other, 400, evaluate_every=400)
+        with pytest.raises(fs.InvalidInput, match="asks for among = steepest"):
+            fs.theory.certificate(run, algorithm.guarantee, optimum=f)
 
 
 def test_gradients_are_not_computed_for_constraints_of_no_share():
