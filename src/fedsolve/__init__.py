@@ -16,6 +16,7 @@ from fedsolve import (
     local_updates,
     models,
     participation,
+    privacy,
     problems,
     theory,
 )
@@ -31,6 +32,7 @@ from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local_updates import *  # noqa: F403
 from fedsolve.participation import Strategic, sample
+from fedsolve.privacy import *  # noqa: F403
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
@@ -82,6 +84,7 @@ __all__ = [
     "models",
     "participation",
     "partitions",
+    "privacy",
     "problems",
     "sample",
     "solve",
@@ -93,6 +96,7 @@ __all__ = [
 __all__ += algorithms.__all__
 __all__ += compression.__all__
 __all__ += local_updates.__all__
+__all__ += privacy.__all__
 
 
 def __getattr__(name: str):

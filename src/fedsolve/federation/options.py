@@ -9,7 +9,8 @@ import equinox as eqx
 from jax.sharding import Mesh
 
 from fedsolve.federation.clock import Clock
-from fedsolve.types import Cohort, Flag, Flags, PyTree, Round
+from fedsolve.federation.rules import Rule
+from fedsolve.types import Cohort, Flag, Flags, Number, PyTree, Round
 
 Arrivals = Callable[[Round, int, Cohort], Flags]  # round, exchange, clients -> which answers arrive
 Follow = tuple[tuple[str, Callable[..., Any]], ...]  # names, and functions of (problem, params)
@@ -24,7 +25,19 @@ class RoundOptions(eqx.Module):
     stop: Stop | None = None
     follow: Follow = ()
     clock: Clock | None = None
+    aggregation: Rule | None = None
+    privacy: Rule | None = None
     mesh: Mesh | None = eqx.field(static=True, default=None)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that answers go through, in this order."""
+        return tuple(rule for rule in (self.aggregation, self.privacy) if rule is not None)
+
+    def clip_of(self, name: str) -> Number | None:
+        """Return the norm to which replies in that exchange are clipped; None for none."""
+        clips = [clip for rule in self.rules if (clip := rule.clip_of(name)) is not None]
+        return clips[0] if clips else None
 
     @property
     def wants_gradient(self) -> bool:
