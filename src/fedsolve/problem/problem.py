@@ -30,7 +30,7 @@ from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
 from fedsolve.problem.samples import Samples, full_mask
 from fedsolve.problem.stacking import as_samples, pool
-from fedsolve.types import Personal, PRNGKey, PyTree, Vector
+from fedsolve.types import Function, Personal, PRNGKey, PyTree, Vector
 
 BUFFERS = ("average", "local", "frozen")
 
@@ -121,17 +121,17 @@ class Problem(eqx.Module):
 
     def __init__(
         self,
-        objective: Callable[..., Any],
+        objective: Function,
         clients: PyTree,
         params: PyTree,
-        constraint: Constraint | Callable[..., Any] | None = None,
-        domain: Domain | Callable[..., Any] = WholeSpace(),  # noqa: B008 (immutable)
+        constraint: Constraint | Function | None = None,
+        domain: Domain | Function = WholeSpace(),  # noqa: B008 (immutable)
         batch_size: int | None = None,
         test: PyTree = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Function] | None = None,
         optimum: float | int | None = None,
         validation: PyTree = None,
-        representation: Callable[..., Any] | None = None,
+        representation: Function | None = None,
         drop_last: bool = False,
         state: PyTree = None,
         buffers: str = "average",
@@ -326,7 +326,7 @@ class Problem(eqx.Module):
         """
         return self._made(self.given[0], clients)
 
-    def with_objective(self, objective: Callable[..., Any]) -> Problem:
+    def with_objective(self, objective: Function) -> Problem:
         """Return the same problem with another objective.
 
         Args:
@@ -337,7 +337,7 @@ class Problem(eqx.Module):
         """
         return self._made(objective, self.samples)
 
-    def _made(self, objective: Callable[..., Any], clients: PyTree) -> Problem:
+    def _made(self, objective: Function, clients: PyTree) -> Problem:
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
         options |= {"drop_last": self.drop_last, "state": self.state, "buffers": self.buffers}
@@ -429,7 +429,7 @@ def _fixed(which: object) -> Any:
 
 def _checked(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     params: PyTree,
     samples: Samples,
     sums: bool = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -22,7 +21,7 @@ from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import Devices, mesh_of
 from fedsolve.solving.checkpoint import Checkpoint, fingerprint, how_often, load
 from fedsolve.solving.stopping import Spent, check_stop, for_problem
-from fedsolve.types import Table
+from fedsolve.types import Function, Table
 
 RUNTIMES = ("compiled", "debug", "streamed")
 Progress = Callable[[int, int, History], object]  # rounds done, rounds, newest entries
@@ -167,7 +166,7 @@ class Options:
     @property
     def followed(self) -> Follow:
         """What is to be followed, in a form that a compiled program can be kept for."""
-        found: list[tuple[str, Callable[..., Any]]] = []
+        found: list[tuple[str, Function]] = []
         for name, function in (self.follow or {}).items():
             if not callable(function):
                 raise InvalidInput(
