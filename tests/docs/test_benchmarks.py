@@ -40,10 +40,12 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
         "Written to reproduced"
     ),
     "scaling.py": "| strong | 1 |",
+    "secure_sum.py": "| 16 | 100 kB |",
     "torch_modules.py": "LSTM",
 }
 DATA = {"cifar_table.py": "mnist", "--work mnist": "mnist", "--work cifar10": "cifar10"}
 NEEDS = {
+    "secure_sum.py": "cryptography",
     "cartpole.py": "gymnasium",
     "deployment.py": "nvflare",
     "fuzz_wire.py": "nvflare",

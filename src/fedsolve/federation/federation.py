@@ -257,10 +257,16 @@ class Federation:
             told = arrivals(self.round, exchange.number, cohort)
             arrived = arrived & jnp.asarray(told)
         if clock is None:
-            return arrived
+            return self._counted(arrived)
         times = self._times(exchange, cohort)
         arrived = clock.waited_for(arrived, times)
         self._seconds += jnp.max(jnp.where(arrived, times, 0))
+        return self._counted(arrived)
+
+    def _counted(self, arrived: Flags) -> Flags:
+        """Return which answers the rules let count."""
+        for rule in self._options.rules:
+            arrived = rule.arriving(arrived)
         return arrived
 
     def _times(self, exchange: Exchange, cohort: Cohort) -> Float[Array, " m"]:
@@ -306,7 +312,11 @@ class Federation:
     ) -> None:
         """Count what went down to everyone asked, and what came up from those that answered."""
         rows, answers = self._rows(cohort), jnp.sum(arrived)
-        self.bytes_up = self.bytes_up.plus(answers, tree_bytes(values) // len(cohort))
+        up, more = tree_bytes(values) // len(cohort), 0
+        for rule in self._options.rules:
+            up, more = rule.cost(values, len(cohort)) or (up, more)
+        self.bytes_up = self.bytes_up.plus(answers, up)
+        self.bytes_down = self.bytes_down.plus(jnp.sum(asked), more)
         self.bytes_down = self.bytes_down.plus(jnp.sum(asked), tree_bytes(exchange.message))
         missed = self._missed(cohort)
         self.bytes_down = self.bytes_down.plus_all(jnp.where(asked, missed, np.uint32(0)))

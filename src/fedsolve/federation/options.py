@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import equinox as eqx
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedsolve.federation.clock import Clock
@@ -36,7 +38,7 @@ class RoundOptions(eqx.Module):
     def clip_of(self, name: str) -> Number | None:
         """Return the norm to which replies in that exchange are clipped; None for none."""
         clips = [clip for rule in self.rules if (clip := rule.clip_of(name)) is not None]
-        return clips[0] if clips else None
+        return functools.reduce(jnp.minimum, clips) if clips else None
 
     @property
     def wants_gradient(self) -> bool:

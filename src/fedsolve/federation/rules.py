@@ -14,9 +14,8 @@ import equinox as eqx
 from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.replies import Replies
-from fedsolve.types import Info, Number, PyTree
+from fedsolve.types import Flags, Info, Number, PyTree, Reply
 
 EVALUATION = "evaluation"  # the name of the exchange in which clients are evaluated
 Weights = Float[Array, " m"] | None
@@ -51,9 +50,21 @@ class Rule(eqx.Module):
         """Return what the algorithm gets in place of the answers."""
         raise NotImplementedError
 
-    def extra_bytes(self, exchange: Exchange, size: int) -> tuple[int, int]:
-        """Return the bytes that each client sends and receives beyond its reply and message."""
-        return 0, 0
+    def arriving(self, arrived: Flags) -> Flags:
+        """Return which answers count as arrived, of those that arrive."""
+        return arrived
+
+    def cost(self, replies: Reply, size: int) -> tuple[int, int] | None:
+        """Return the bytes that each client sends, and receives beyond the message.
+
+        Args:
+            replies: The answers, stacked on a leading axis.
+            size: The number of clients that are asked.
+
+        Returns:
+            The bytes; None where answers are sent as they are.
+        """
+        return None
 
     def covers_evaluation(self) -> bool:
         """Whether objective and constraint over all clients go through the rule as well."""
@@ -94,7 +105,7 @@ class SumsOnly(Replies):
     size: float | None = eqx.field(static=True, default=None, kw_only=True)
 
     @property
-    def count(self) -> Int[Array, ""] | float:
+    def count(self) -> Int[Array, ""] | int | float:
         return super().count if self.size is None else self.size
 
     def any(self) -> Bool[Array, ""] | bool:

@@ -2,5 +2,6 @@
 
 from fedsolve.privacy.private import Private
 from fedsolve.privacy.robust import Clipped, Krum, Median, Trimmed
+from fedsolve.privacy.secure import SecureSum
 
-__all__ = ["Clipped", "Krum", "Median", "Private", "Trimmed"]
+__all__ = ["Clipped", "Krum", "Median", "Private", "SecureSum", "Trimmed"]

@@ -33,7 +33,7 @@ from fedsolve.algorithms.participating import Participating
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
-from fedsolve.federation.rules import EVALUATION, Context, Rule, Weights, sums_only
+from fedsolve.federation.rules import EVALUATION, Context, Rule, SumsOnly, Weights, sums_only
 from fedsolve.federation.state import State
 from fedsolve.fields import Scalar, check_count, check_positive, optional, scalar, static
 from fedsolve.participation.selection import Poisson, Random
@@ -285,7 +285,9 @@ class NoisySums(Rule):
     def receive(self, replies: Replies, context: Context) -> Replies:
         name, size = context.name, None if context.name == EVALUATION else self.size
         noise = self.noises.get(name, 1.0) * self.clip_of(name)
-        plain = Replies(replies.values, replies.arrived)
+        plain = replies  # a secure sum, or the answers themselves
+        if not isinstance(replies, SumsOnly):
+            plain = Replies(replies.values, replies.arrived)
         known: list[tuple[Weights, PyTree]] = []  # each sum is computed, and paid for, once
 
         def released(weights: Weights) -> PyTree:

@@ -16,6 +16,7 @@ from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.fields import check_count, check_kind
 from fedsolve.privacy.private import Plan, Private
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import Devices, mesh_of
@@ -122,7 +123,7 @@ class Options:
         if self.privacy is None:
             return
         check_kind("privacy", self.privacy, Private)
-        if self.aggregation is not None:
+        if self.aggregation is not None and not isinstance(self.aggregation, SecureSum):
             raise InvalidInput(
                 f"{type(self.aggregation).__name__} is no sum, and privacy covers sums only: leave "
                 "out aggregation. Privacy bounds the norm of every answer already."
