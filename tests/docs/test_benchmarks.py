@@ -30,12 +30,14 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "fuzz_wire.py --questions": "200 inputs in",
     "games.py": "| Pigou's prices |",
     "gateway.py": "median ms a round",
+    "liars.py": "| collusion |",
     "limits.py FedSGM MOON --out out.json": "| FedSGM |",
     "million.py": "clients that have a state",
     "neyman_pearson.py": "NumPy transcription",
     "peers/run.py Fedsolve": "| Fedsolve | ",
     "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",
     "peers/run.py --work mnist Fedsolve": "| Fedsolve | ",
+    "privacy.py": "| FedAvg, everyone | inf |",
     "recorded.py fedsgm/table-1 {docs}/results/fedsgm-table-1.csv --command x --machine y": (
         "Written to reproduced"
     ),
@@ -45,6 +47,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
 }
 DATA = {"cifar_table.py": "mnist", "--work mnist": "mnist", "--work cifar10": "cifar10"}
 NEEDS = {
+    "privacy.py": "dp_accounting",
     "secure_sum.py": "cryptography",
     "cartpole.py": "gymnasium",
     "deployment.py": "nvflare",

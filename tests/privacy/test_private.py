@@ -27,7 +27,7 @@ COVERED = (
     "LagrangianFedAvg",
     "IPPConEx",
 )
-FEW = ("FedSGM soft, Top-K both ways", "SCAFFOLD")
+FEW = ("SCAFFOLD",)
 MANY = [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in COVERED]
 LOOKING = ("FedAvg", "F3AST", "PPBC+", "FedSGM, who is wanted, drawn and up")
 
@@ -103,6 +103,7 @@ def test_a_clipped_packet_is_the_packet_times_a_number(uplink):
     )
 
 
+@pytest.mark.slow
 def test_the_residual_keeps_what_was_clipped(problem):
     # Over all rounds a client sends what it wanted to send, less its residual.
     algorithm = fs.FedAvg(0.01, uplink=fs.TopK(0.4))
@@ -171,6 +172,7 @@ def test_means_have_the_noise_that_is_accounted_for():
     assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.25
 
 
+@pytest.mark.slow
 def test_with_hardly_any_noise_and_no_clipping_it_is_the_plain_run(problem):
     algorithm = fs.FedSGM(0.05, 0.1, participants=3, local_steps=2)
     privacy = fs.Private(clip=1e5, noise=1e-12, delta=DELTA)
@@ -181,6 +183,7 @@ def test_with_hardly_any_noise_and_no_clipping_it_is_the_plain_run(problem):
         np.testing.assert_allclose(private.history[column], plain.history[column], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_weighted_sum_has_the_noise_of_its_largest_weight():
     class Weighted(fs.FedAvg):
         def combine(self, answers, drawn):
@@ -250,6 +253,7 @@ def test_who_takes_part_is_not_told_where_it_counts(problem):
     assert "cohort" in fs.solve(problem, kept, rounds=2, privacy=privacy).history
 
 
+@pytest.mark.slow
 def test_lost_answers_do_not_change_what_a_mean_is_taken_over():
     # Else the noise, or the mean, would tell who took part.
     privacy = fs.Private(clip=0.5, noise=4.0, delta=DELTA)
@@ -362,6 +366,7 @@ def test_a_resumed_run_cannot_spend_its_budget_twice(problem, tmp_path):
         again(plain.state, privacy)
 
 
+@pytest.mark.slow
 def test_evaluations_that_a_state_paid_for_stay_paid(problem):
     privacy = fs.Private(clip=0.5, noise=8.0, delta=DELTA)
     often = fs.solve(problem, fs.FedSGM(0.1), rounds=4, privacy=privacy)

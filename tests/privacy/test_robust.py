@@ -132,6 +132,7 @@ def test_a_run_withstands_what_breaks_a_plain_one(problem):
         assert ends(Liars, rule) < 3 * honest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["debug", "streamed"])
 def test_runtimes_agree(problem, runtime):
     algorithm = fs.FedSGM(0.05, 0.1, participants=5)

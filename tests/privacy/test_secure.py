@@ -25,6 +25,7 @@ def test_a_sum_is_what_the_encoding_gives():
     np.testing.assert_allclose(found, by_hand, atol=5e-7)
 
 
+@pytest.mark.slow
 def test_the_largest_answers_do_not_overflow():
     class Largest(fs.FedAvg):
         def improve(self, client, kept):
@@ -49,7 +50,7 @@ def test_the_largest_answers_do_not_overflow():
 @pytest.mark.parametrize(
     "algorithm",
     [
-        fs.FedSGM(0.05, 0.1, participants=4, local_steps=2, uplink=fs.QSGD(16)),
+        fs.FedAvg(0.05, participants=4, uplink=fs.QSGD(16)),
         pytest.param(fs.SCAFFOLD(0.03, local_steps=2), marks=pytest.mark.slow),
         pytest.param(fs.FedDyn(0.03, regularization=1.0), marks=pytest.mark.slow),
         pytest.param(
@@ -76,6 +77,7 @@ def test_the_protocols_bytes_are_counted(problem):
     np.testing.assert_array_equal(more, 6 * (measure[1] + improve[1]))
 
 
+@pytest.mark.slow
 def test_too_few_answers_give_no_sum(problem):
     # Of 6, 4 must answer; states of clients stay as they are where nothing came of an answer.
     def arrivals(round, exchange, clients):
