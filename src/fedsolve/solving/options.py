@@ -14,7 +14,7 @@ from fedsolve.federation.clock import Clock, check_clock
 from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
-from fedsolve.fields import check_count, check_kind
+from fedsolve.fields import check_count, check_kind, check_seed
 from fedsolve.privacy.private import Plan, Private
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
@@ -57,6 +57,7 @@ class Options:
         check_kind("problem", problem, Problem)
         check_kind("algorithm", algorithm, Algorithm)
         check_count("rounds", self.rounds)
+        check_seed(self.seed)
         check_count("evaluate_every", self.evaluate_every)
         if self.clients_at_once is not None:
             check_count("clients_at_once", self.clients_at_once)
