@@ -13,6 +13,7 @@ from tests.support.documents import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 
 RUNS = {  # by the command: a text that it prints; None if it only writes a file
+    "adaptive_tolerance.py": "soft  0.1   0.99",
     "cartpole.py": "Gymnasium, one environment",
     "cartpole_pictures.py": "Written to cartpole-sensitivity.png",
     "cartpole_sensitivity.py out.csv 3 1 few": "2 settings × 1",
@@ -33,6 +34,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "liars.py": "| collusion |",
     "limits.py FedSGM MOON --out out.json": "| FedSGM |",
     "million.py": "clients that have a state",
+    "mutants.py storage/atomic.py": "killed, ",
     "neyman_pearson.py": "NumPy transcription",
     "peers/run.py Fedsolve": "| Fedsolve | ",
     "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",

@@ -8,6 +8,7 @@ PACKAGES = (
     "fedsolve",
     "fedsolve.algorithms",
     "fedsolve.compression",
+    "fedsolve.constraints",
     "fedsolve.data",
     "fedsolve.errors",
     "fedsolve.experiments",

@@ -71,7 +71,12 @@ PARTS: dict[str, Callable[..., object]] = {
     **DISTRIBUTIONS,
     **_subclasses(algorithms, algorithms.Switching),
     **_subclasses(local_updates, local_updates.Optimizer),
-    **_by_name(local_updates.Cosine, local_updates.Diminishing, problems.discovery_game),
+    **_by_name(
+        algorithms.Adaptive,
+        local_updates.Cosine,
+        local_updates.Diminishing,
+        problems.discovery_game,
+    ),
 }
 
 

@@ -213,6 +213,7 @@ class Federation:
             vectors_up=before.vectors_up + self.vectors_up,
             fault=jnp.where(broken, here, self._fault),
             seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
+            best=before.best,
             buffers=self._next_buffers(),
             spent=before.spent,
         )

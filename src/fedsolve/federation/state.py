@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from fedsolve.federation.best import Best
 from fedsolve.federation.clock import Seconds
 from fedsolve.federation.counters import Count
 from fedsolve.federation.rules import Draw
@@ -61,6 +62,7 @@ class State(eqx.Module):
     vectors_up: Count  # answers that contain more than single numbers
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
     seconds: Seconds | None  # of simulated time so far, where there is a clock
+    best: Best  # the best evaluated round so far
     buffers: PyTree = None  # the state of the loss, where the server averages it
     spent: PyTree = None  # what a private run has spent
 
@@ -83,6 +85,7 @@ class State(eqx.Module):
             timed: Whether there is a clock.
         """
         w, n = problem.start(), problem.n if clients is None else clients
+        buffers = jax.tree.map(jnp.asarray, problem.state) if problem.averages_state else None
         states, memory = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
             (algorithm.init_client(w), problem.init_memory()),
@@ -104,7 +107,8 @@ class State(eqx.Module):
             vectors_up=Count.zero(),
             fault=jnp.full(3, -1, jnp.int32),
             seconds=Seconds.zero() if timed else None,
-            buffers=jax.tree.map(jnp.asarray, problem.state) if problem.averages_state else None,
+            best=Best.none(w, buffers),
+            buffers=buffers,
         )
 
     def problem_now(self, problem: Problem) -> Problem:

@@ -200,6 +200,7 @@ def combined(
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
         heard = heard if through is None else covered["constraint"]
         found["constraint"], _ = problem.constraint.combine(heard)
+        found |= problem.constraint.report(heard)
     if shares is not None:
         each = {k: values[k] for k in ("objective", "constraint") if k in values}
         if not isinstance(problem.constraint, Mean):

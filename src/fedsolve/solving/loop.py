@@ -107,7 +107,8 @@ class Loop:
             if len(spans) or self.runtime.lags:
                 self._save_if_due(state, chunks)
             self._report(state, entries)
-        if last := self.runtime.finish(state):
+        state, last = self.runtime.finish(state)
+        if last:
             state, last = self._enter(state, last)
             chunks.append(last)
             self._report(state, last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +42,7 @@ from fedsolve.solving.checkpoint import Checkpoint, Checkpoints, exists, fingerp
 from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.options import Options, Progress
-from fedsolve.solving.result import Run
+from fedsolve.solving.result import Run, concluded
 from fedsolve.types import PyTree
 
 
@@ -163,7 +164,9 @@ def solve(
             saver.store = made.store
 
         def result(state: State, chunks: list[History], seconds: float) -> Run:
-            return Run.of(problem, algorithm, state, joined(chunks), seed, seconds)
+            history = joined(chunks)
+            state = concluded(state, history, algorithm)
+            return Run.of(problem, algorithm, state, history, seed, seconds)
 
         loop = Loop(
             runtime=made,
@@ -278,7 +281,8 @@ def _resumed(saved: State, start: State, rounds: int) -> State:
         raise InvalidInput(
             f"The state to resume from has done {int(saved.round)} of {rounds} rounds."
         )
-    return jax.tree.map(jnp.asarray, saved)
+    saved = jax.tree.map(jnp.asarray, saved)
+    return dataclasses.replace(saved, best=start.best)  # of the rounds that this run plays
 
 
 def _affordable(rounds: int, plan: Plan | None, saved: State | Checkpoint | None) -> int:
