@@ -17,6 +17,7 @@ PACKAGES = (
     "fedsolve.models",
     "fedsolve.nnx",
     "fedsolve.participation",
+    "fedsolve.privacy",
     "fedsolve.problem",
     "fedsolve.problems",
     "fedsolve.theory",

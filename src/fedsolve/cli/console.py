@@ -56,6 +56,8 @@ class Progress:
             facts = [f"f {newest['objective'][-1]:.4g}"]
             if "constraint" in newest:
                 facts.append(f"g {newest['constraint'][-1]:.4g}")
+            if "epsilon" in newest:
+                facts.append(f"ε {newest['epsilon'][-1]:.3g}")
             facts.append(size_text(newest["bytes_up_total"][-1] + newest["bytes_down_total"][-1]))
             self._bar.update(self._task, facts="  ".join(facts))
 
