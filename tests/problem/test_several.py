@@ -127,7 +127,7 @@ def test_local_gradients_are_the_weighted_sum():
     placed = made.on_device()
     assert isinstance(placed.constraint, fs.Several)
     focus = placed.constraint.focus(shares, (None, None))
-    found = client(made, 1).constraint_grad(jnp.ones(3), focus)
+    found = client(made, 1).constraint_grad(jnp.ones(3), focus=focus)
     np.testing.assert_allclose(found, [1.0, 0.7, 0.7], rtol=1e-6)
 
 
@@ -162,11 +162,11 @@ def test_only_violating_clients_descend():
     assert made.constraint is not None
     g, focus = made.constraint.combine(Replies(values, np.ones(4, bool)))
     assert float(g) == 1.0
-    sent = [float(client(made, j).constraint_grad(w, focus)[0]) for j in range(4)]
+    sent = [float(client(made, j).constraint_grad(w, focus=focus)[0]) for j in range(4)]
     assert sent == [2.0, 0.0, 0.0, 2.0]
     g, focus = made.constraint.combine(Replies(values - 2, np.ones(4, bool)))
     assert float(g) == -1.0
-    sent = [float(client(made, j).constraint_grad(w - 2, focus)[0]) for j in range(4)]
+    sent = [float(client(made, j).constraint_grad(w - 2, focus=focus)[0]) for j in range(4)]
     assert sent == [0.0, 0.0, 0.0, 4.0]  # none violates: the worst one alone
     heard = np.asarray([True, True, True, False])
     assert float(made.constraint.combine(Replies(values, heard))[0]) == 0.5
