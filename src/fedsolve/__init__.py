@@ -18,6 +18,7 @@ from fedsolve import (
     local_updates,
     models,
     participation,
+    privacy,
     problems,
     theory,
 )
@@ -33,6 +34,7 @@ from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local_updates import *  # noqa: F403
 from fedsolve.participation import Strategic, sample
+from fedsolve.privacy import *  # noqa: F403
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
 from fedsolve.problem.each_client import EachClient
@@ -91,6 +93,7 @@ __all__ = [
     "models",
     "participation",
     "partitions",
+    "privacy",
     "problems",
     "sample",
     "solve",
@@ -102,6 +105,7 @@ __all__ = [
 __all__ += algorithms.__all__
 __all__ += compression.__all__
 __all__ += local_updates.__all__
+__all__ += privacy.__all__
 
 
 def __getattr__(name: str):

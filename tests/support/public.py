@@ -18,6 +18,7 @@ PACKAGES = (
     "fedsolve.models",
     "fedsolve.nnx",
     "fedsolve.participation",
+    "fedsolve.privacy",
     "fedsolve.problem",
     "fedsolve.problems",
     "fedsolve.theory",

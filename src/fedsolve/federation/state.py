@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from fedsolve.federation.best import Best
 from fedsolve.federation.clock import Seconds
 from fedsolve.federation.counters import Count
+from fedsolve.federation.rules import Draw
 from fedsolve.problem.problem import Problem
 from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
@@ -62,6 +64,7 @@ class State(eqx.Module):
     seconds: Seconds | None  # of simulated time so far, where there is a clock
     best: Best  # the best evaluated round so far
     buffers: PyTree = None  # the state of the loss, where the server averages it
+    spent: PyTree = None  # what a private run has spent
 
     @classmethod
     def start(
@@ -116,6 +119,26 @@ class State(eqx.Module):
     def evaluation_key(self) -> PRNGKey:
         """The key of an evaluation after this many rounds."""
         return evaluation_key(self.seed, self.round)
+
+
+NOISE = 2**31 - 5  # in place of a round: keys of noise, which no round and no client has
+AT_EVALUATION = 2**31 - 1  # in place of an exchange
+
+
+def noise_of(seed: SeedWords, round: Round, exchange: int) -> Draw:
+    """Return what draws standard normal numbers for a rule, in one exchange of a round.
+
+    Each call draws new numbers. They are a function of (seed, round, exchange, call), so a round
+    that is played again has the same noise.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), NOISE)
+    key = jax.random.fold_in(jax.random.fold_in(key, round), exchange)
+    calls = itertools.count()
+
+    def draw(shape: tuple[int, ...]) -> Float[Array, "..."]:
+        return jax.random.normal(jax.random.fold_in(key, next(calls)), shape)
+
+    return draw
 
 
 def evaluation_key(seed: SeedWords, round: Round) -> PRNGKey:

@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from fedsolve.compression.clipping import limit
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar
 from fedsolve.problem.constraints import Constraint
@@ -97,6 +99,7 @@ class Client:
         self._problem = problem
         self._samples = samples
         self._now = _Now(memory, problem.state)
+        self.clip: Number | None = None  # the largest norm of a reply, where replies are clipped
 
     @property
     def memory(self) -> PyTree:
@@ -462,6 +465,19 @@ class Client:
         other = copy.copy(self)
         other._samples = self._samples.subset(key, count)
         return other
+
+    def limited(self, packet: Packet) -> Packet:
+        """Return a packet as it may be sent: scaled to the norm to which replies are clipped.
+
+        A method whose state depends on what it sent must compute the state from this packet.
+
+        Args:
+            packet: What is to be sent.
+
+        Returns:
+            The packet itself where replies are not clipped.
+        """
+        return packet if self.clip is None else limit(packet, self.clip)
 
     def with_all_samples(self) -> Client:
         """Return this client computing from all of its samples, whatever the batch size.
