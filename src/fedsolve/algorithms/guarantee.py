@@ -95,7 +95,7 @@ class Guarantee:
             >>> mean.probability, round(mean.bound, 4)
             (None, 0.2062)
             >>> round(mean.with_probability(0.9, multiplier=0.5).bound, 4)
-            2.9896
+            2.9893
         """
         if self.probability is not None:
             raise InvalidInput(
