@@ -66,6 +66,9 @@ class F3AST(FedAvg):
         (3, 2)
     """
 
+    tells_cohort = False
+    takes_unbiased = False
+
     smoothing: Scalar = eqx.field(converter=scalar("smoothing"), default=0.01)
 
     def __check_init__(self):

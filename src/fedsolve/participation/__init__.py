@@ -12,8 +12,18 @@ from fedsolve.participation.availability import (
     Markov,
     Trace,
 )
+from fedsolve.participation.divfl import DivFL
+from fedsolve.participation.oort import Oort
 from fedsolve.participation.sampling import sample
-from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
+from fedsolve.participation.selection import (
+    Cyclic,
+    Everyone,
+    Importance,
+    Proportional,
+    Random,
+    Selection,
+    Top,
+)
 from fedsolve.participation.strategic import Strategic
 from fedsolve.participation.weighting import (
     BANT,
@@ -33,10 +43,13 @@ __all__ = [
     "Cyclic",
     "DataSize",
     "DayNight",
+    "DivFL",
     "Everyone",
     "FirstAnswers",
     "GradientNorm",
+    "Importance",
     "Markov",
+    "Oort",
     "PowerOfChoice",
     "Proportional",
     "Random",
