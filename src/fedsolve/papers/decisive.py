@@ -6,8 +6,9 @@ study measures f − f* where f* is known, after equally many messages from clie
 bytes: a linear model on frozen features of MNIST and CIFAR-10, over ten clients.
 
 - Gradients and losses are over all samples of a client, so the only noise is the selection.
-- Every row has its step size (FedDyn also α, PPBC also p) from a grid: the value with the least f
-  at the end of the budget for seed 0. The other seeds run with it. A seed draws the partition, the
+- Every row has the step size with the least f at the end of the budget for seed 0, among powers of
+  two times a first guess: the search goes on until both neighbours are worse. FedDyn's α and PPBC's
+  p are from a grid. The other seeds run with the same numbers. A seed draws the partition, the
   server's samples and the selection.
 - PPBC is measured where an epoch has ended, as its theorems are. Its epochs are Geom(p).
 - f* is found by L-BFGS; the gradient there proves that it is right to `PROVED`.
@@ -18,6 +19,7 @@ Every row of every problem is a file of its own, so that the study can be stoppe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import shlex
@@ -70,8 +72,7 @@ STRATEGIES: dict[str, Callable[[], object] | None] = {
 }
 COUNTINGS = ("retained", "renormalised", "uniform")
 SPLITS = {"distr-1": "iid", "distr-2": "two_groups", "distr-3": "uneven"}
-STEPS = {"cifar10": (0.1, 0.2, 0.4, 0.8), "mnist": (0.4, 0.8, 1.6, 3.2)}
-FINE = {"mnist": (0.2,), "cifar10": (0.05,)}  # PPBC needs smaller steps at times
+STEPS = {"cifar10": 0.4, "mnist": 1.6}  # where the search for a step size begins
 ALPHAS = (1.0, 3.0)
 ENDS = (0.2, 0.5)
 
@@ -83,7 +84,8 @@ class Row:
     framework: str
     strategy: str
     algorithm: Algorithm
-    grid: dict[str, tuple[float, ...]]
+    step_size: float  # where the search for the best one begins
+    grid: dict[str, tuple[float, ...]]  # of all other numbers
     rounds: int  # enough to use up the budget
     every: int  # rounds between evaluations
 
@@ -120,10 +122,6 @@ class Case:
 
     def rows(self, budget: int) -> list[Row]:
         """Return the rows, in the order in which they are run."""
-        steps, fine = STEPS[self.dataset], FINE[self.dataset] + STEPS[self.dataset]
-        if self.local_steps > 1:
-            steps = tuple(s / 4 for s in steps)
-            fine = tuple(s / 4 for s in fine)
         E, found = self.local_steps, []
 
         def add(
@@ -131,14 +129,15 @@ class Case:
             strategy: str,
             algorithm: Algorithm,
             grid: dict[str, tuple[float, ...]],
-            per_round: float,
+            per_round: int,
             every: int | None = None,
         ) -> None:
             rounds = int(budget / per_round) + 1
             every = max(rounds // 40, 1) if every is None else every
-            found.append(Row(framework, strategy, algorithm, grid, rounds, every))
+            begin = STEPS[self.dataset] / (4 if E > 1 else 1)
+            found.append(Row(framework, strategy, algorithm, begin, grid, rounds, every))
 
-        grid = {"step_size": steps}
+        grid: dict[str, tuple[float, ...]] = {}
         add("FedAvg", "everyone", FedAvg(0.1, local_steps=E), grid, 10)
         add("F3AST", "its own", F3AST(0.1, participants=COUNT, local_steps=E), grid, COUNT)
         for strategy, weighting in STRATEGIES.items():
@@ -148,7 +147,6 @@ class Case:
                 select["selection"] = Random(COUNT)
             else:
                 select["weighting"] = weighting()
-            grid = {"step_size": steps}
             usual = {
                 "FedAvg": FedAvg(0.1, **select),
                 "SCAFFOLD": SCAFFOLD(0.1, **select),
@@ -161,14 +159,14 @@ class Case:
                 "FedDyn",
                 strategy,
                 FedDyn(0.1, **select),
-                {"step_size": steps[1:], "regularization": ALPHAS},
+                {"regularization": ALPHAS},
                 COUNT + asks,
             )
             twice = {"select_epoch": select.pop("selection"), **select}
             for counting in COUNTINGS:
                 algorithm = PPBC(0.1, counting=counting, **twice)
-                grid = {"step_size": fine[:-1], "epoch_end": ENDS}
-                add(f"PPBC, {counting}", strategy, algorithm, grid, COUNT, every=1)
+                ends = {"epoch_end": ENDS}
+                add(f"PPBC, {counting}", strategy, algorithm, ends, COUNT, every=1)
         return found
 
 
@@ -200,6 +198,20 @@ def known_minimum(problem: Problem) -> float:
     if not gap <= PROVED:
         raise InvalidInput(f"f* is known to {gap:.1e} only, not to {PROVED:.0e}.")
     return value
+
+
+def climbed(loss: Callable[[float], float], step: float, most: int = 8) -> float:
+    """Return the power of two times `step` that has less loss than both of its neighbours."""
+    best, direction = loss(step), 2.0
+    for factor in (2.0, 0.5):
+        if loss(step * factor) < best:
+            direction, step, best = factor, step * factor, loss(step * factor)
+            for _ in range(most):
+                if not loss(step * direction) < best:
+                    break
+                step, best = step * direction, loss(step * direction)
+            break
+    return step
 
 
 def measured(run: Run, least: float, budgets: Sequence[int]) -> Iterator[Table]:
@@ -329,21 +341,30 @@ class Decisive:
 
         def last(run: Run) -> float:
             found = measured(run, least[first], budgets[-1:])
-            return next(found)["gap"]
+            return max(next(found)["gap"], PROVED)  # what is less is known to be no better
 
-        points = itertools.product(*row.grid.values())
-        grid = [dict(zip(row.grid, point, strict=True)) for point in points]
+        tried: dict[float, Run] = {}
+
+        def loss(step: float, own: Table) -> float:
+            if step not in tried:
+                tried[step] = solved((first, {"step_size": step} | own))
+            return last(tried[step])
+
+        best: tuple[float, Run, Table] | None = None
+        for point in itertools.product(*row.grid.values()):
+            own = dict(zip(row.grid, point, strict=True))
+            tried.clear()
+            step = climbed(functools.partial(loss, own=own), row.step_size)
+            if best is None or last(tried[step]) < best[0]:
+                best = last(tried[step]), tried[step], {"step_size": step} | own
+        assert best is not None
+        _, found, chosen = best
         with ThreadPoolExecutor(2) as pool:
-            tried = [solved((first, grid[0])), *pool.map(solved, [(first, g) for g in grid[1:]])]
-            chosen = min(range(len(grid)), key=lambda number: last(tried[number]))
-            best, chosen = tried[chosen], grid[chosen]
             rest = list(pool.map(solved, [(seed, chosen) for seed in others]))
         about = dataclasses.asdict(case) | {"framework": row.framework, "strategy": row.strategy}
-        steps = row.grid["step_size"]
-        edge = chosen["step_size"] in (min(steps), max(steps))
-        about |= {"step_size": chosen["step_size"], "edge": edge}
+        about |= {"step_size": chosen["step_size"], "steps_tried": len(tried)}
         about |= {"alpha": chosen.get("regularization"), "p": chosen.get("epoch_end")}
-        for seed, run in zip(problems, [best, *rest], strict=True):
+        for seed, run in zip(problems, [found, *rest], strict=True):
             for each in measured(run, least[seed], budgets):
                 yield about | {"seed": seed, "rounds": run.rounds} | each
 
@@ -382,7 +403,7 @@ class Decisive:
 
 
 ORDER = ["FedAvg", "SCAFFOLD", "FedDyn", "MIFA", "FedVARP", *(f"PPBC, {c}" for c in COUNTINGS)]
-FLOOR = 1e-9  # smaller differences are rounding, in pictures
+FLOOR = PROVED  # smaller differences say nothing
 
 
 def tables(data: Frame) -> Iterator[str]:
@@ -411,7 +432,9 @@ def _cell(rows: Frame) -> str:
     """Write the geometric mean over seeds, the factor of its spread, and the accuracy."""
     if not len(rows):
         return ""
-    gaps = np.maximum(rows["gap"].to_numpy(float), 1e-16)
+    gaps = np.maximum(rows["gap"].to_numpy(float), FLOOR)
+    if (gaps <= FLOOR).all():
+        return f"< {FLOOR:.0e}, {100 * rows['accuracy'].mean():.1f} %"
     if not np.isfinite(gaps).all():
         return "diverges"
     logs = np.log(gaps)

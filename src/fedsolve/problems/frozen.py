@@ -27,8 +27,8 @@ from fedsolve.problem.stacking import stack_clients
 DATASETS = ("mnist", "cifar10")
 PARTS = ("iid", "two_groups", "uneven")
 SIDE = 5  # of a random filter
-Images = Float[np.ndarray, "images height width channels"]
-Features = Float[np.ndarray, "images features"]
+Images = Float[np.ndarray, "_ _ _ _"]  # images, height, width, channels
+Features = Float[np.ndarray, "_ _"]  # images, features
 
 
 class SoftmaxLoss(eqx.Module):
@@ -59,8 +59,8 @@ def frozen_features(
     clients: int = 10,
     size: int = 40,
     samples: int | None = None,
-    penalty: float = 1e-3,
-    validation: float = 0.02,
+    penalty: float | int = 1e-3,
+    validation: float | int = 0.02,
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Problem:
