@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,7 +23,7 @@ from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.samples import Samples, full_mask, has_rows
-from fedsolve.types import PyTree
+from fedsolve.types import Function, PyTree
 
 
 class PerClient(eqx.Module):
@@ -100,7 +99,7 @@ class PerClient(eqx.Module):
 
 def per_client(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     params: PyTree,
     stacked: Samples,
     sums: bool = False,
@@ -144,7 +143,7 @@ def per_client(
     return PerClient(function, False, averages, *extra)
 
 
-def is_random(function: Callable[..., Any]) -> bool:
+def is_random(function: Function) -> bool:
     """Return whether a function of (params, data) takes a key as its third argument.
 
     That is an argument named `key`, or one that has no default.
@@ -161,8 +160,8 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def _in_evaluation(
-    function: Callable[..., Any], is_random: bool, has_state: bool, moves: bool, state: PyTree
-) -> Callable[..., Any]:
+    function: Function, is_random: bool, has_state: bool, moves: bool, state: PyTree
+) -> Function:
     """Return the function of (params, data) that evaluation uses."""
 
     def plain(params: PyTree, data: PyTree) -> PyTree:
@@ -201,9 +200,7 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
             )
 
 
-def _entries_used(
-    function: Callable[..., Any], params: PyTree, data: dict[str, PyTree]
-) -> set[str]:
+def _entries_used(function: Function, params: PyTree, data: dict[str, PyTree]) -> set[str]:
     """Return the names of the entries of `data` that the function's value depends on."""
     numbers, rest = eqx.partition(params, eqx.is_array_like)  # a model may hold functions, too
     jaxpr = jax.make_jaxpr(lambda p, d: function(eqx.combine(p, rest), d))(numbers, data).jaxpr
