@@ -7,9 +7,9 @@ bytes: a linear model on frozen features of MNIST and CIFAR-10, over ten clients
 
 - Gradients and losses are over all samples of a client, so the only noise is the selection.
 - Every row has the step size with the least f at the end of the budget for seed 0, among powers of
-  two times a first guess: the search goes on until both neighbours are worse. FedDyn's α and PPBC's
-  p are from a grid. The other seeds run with the same numbers. A seed draws the partition, the
-  server's samples and the selection.
+  two times a first guess. The grid grows until the best value is not at its end. FedDyn's α and
+  PPBC's p are from a grid. The other seeds run with the same numbers. A seed draws the partition,
+  the server's samples and the selection.
 - PPBC is measured where an epoch has ended, as its theorems are. Its epochs are Geom(p).
 - f* is found by L-BFGS; the gradient there proves that it is right to `PROVED`.
 
@@ -200,18 +200,18 @@ def known_minimum(problem: Problem) -> float:
     return value
 
 
-def climbed(loss: Callable[[float], float], step: float, most: int = 8) -> float:
-    """Return the power of two times `step` that has less loss than both of its neighbours."""
-    best, direction = loss(step), 2.0
-    for factor in (2.0, 0.5):
-        if loss(step * factor) < best:
-            direction, step, best = factor, step * factor, loss(step * factor)
-            for _ in range(most):
-                if not loss(step * direction) < best:
-                    break
-                step, best = step * direction, loss(step * direction)
+def searched(loss: Callable[[float], float], step: float, most: int = 6) -> float:
+    """Return the best of powers of two times `step`, from a grid that grows at its better end."""
+    grid = [step * factor for factor in (0.25, 0.5, 1.0, 2.0)]
+    for _ in range(most):
+        best = min(grid, key=loss)
+        if best == grid[0]:
+            grid.insert(0, best / 2)
+        elif best == grid[-1]:
+            grid.append(best * 2)
+        else:
             break
-    return step
+    return min(grid, key=loss)
 
 
 def measured(run: Run, least: float, budgets: Sequence[int]) -> Iterator[Table]:
@@ -354,7 +354,7 @@ class Decisive:
         for point in itertools.product(*row.grid.values()):
             own = dict(zip(row.grid, point, strict=True))
             tried.clear()
-            step = climbed(functools.partial(loss, own=own), row.step_size)
+            step = searched(functools.partial(loss, own=own), row.step_size)
             if best is None or last(tried[step]) < best[0]:
                 best = last(tried[step]), tried[step], {"step_size": step} | own
         assert best is not None
