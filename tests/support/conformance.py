@@ -134,3 +134,9 @@ def assert_same(one, other, tolerance=0.0):
         )
     for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def assert_equal(one, other):
+    """The same trees of arrays, to the bit."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -4,6 +4,7 @@ A new algorithm is a file in this folder and a name here: `fedsolve` exports eve
 `__all__`, and configuration files can name every algorithm among them.
 """
 
+from fedsolve.algorithms.adaptive import Adaptive
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
@@ -35,6 +36,7 @@ __all__ = [
     "MOON",
     "PPBC",
     "SCAFFOLD",
+    "Adaptive",
     "Algorithm",
     "Drawn",
     "FedADMM",
