@@ -50,6 +50,7 @@ class FedDyn(Averaging):
     Args:
         step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
             compression; see `FedAvg`.
+        server_optimizer: Not used: the server has a step of its own.
         regularization: α.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.

@@ -60,8 +60,8 @@ class LagrangianFedAvg(Averaging):
         tolerance: ε, the points with g(w) ≤ ε are treated as feasible.
         dual_step: γ, the step of the multiplier, a number or a schedule; 0 is FedAvg.
         dual_bound: Λ, the largest value of the multiplier; None for no bound.
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 

@@ -56,8 +56,8 @@ class SCAFFOLD(Averaging):
     """Federated averaging with control variates, which correct the drift of local steps.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         server_step_size: η_g, the server's step.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.

@@ -338,8 +338,9 @@ class Importance(_Some):
         >>> import fedsolve as fs
         >>> import jax.numpy as jnp
         >>> selection = fs.participation.Importance(2, floor=0.2)
-        >>> selection.inclusion(jnp.asarray([0.7, 0.1, 0.1, 0.1]), 4).round(2).tolist()
-        [1.0, 0.33..., 0.33..., 0.33...]
+        >>> chances = selection.inclusion(jnp.asarray([0.7, 0.1, 0.1, 0.1]), 4)
+        >>> [f"{chance:.2f}" for chance in chances]
+        ['1.00', '0.33', '0.33', '0.33']
     """
 
     floor: Scalar = eqx.field(converter=scalar("floor"), default=0.1)
