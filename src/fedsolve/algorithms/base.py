@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from fedsolve.compression.compressors import Identity
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import at
+from fedsolve.fields import Scalar, at
 from fedsolve.problem.problem import Problem
 from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
@@ -95,6 +95,7 @@ class Algorithm(eqx.Module):
         """
         alone = isinstance(server, jax.Array) and server.shape == w.shape  # x is all it keeps
         x = server if alone else getattr(server, "x", None)
+        x = getattr(x, "x", x)  # beside it may be the state of an optimizer
         downlink = getattr(self, "downlink", None)
         if x is None or downlink is None or isinstance(downlink, Identity):
             return None
@@ -140,6 +141,12 @@ class Algorithm(eqx.Module):
     def limits(self) -> Info:
         """Return known limits of recorded quantities, by name; plots show them."""
         return {}
+
+    @property
+    def feasible_up_to(self) -> Scalar:
+        """The largest g(w) that counts as feasible: the algorithm's `tolerance`; 0 without one."""
+        tolerance = getattr(self, "tolerance", 0.0)
+        return getattr(tolerance, "tolerance", tolerance)  # of an `Adaptive` one, ε
 
     @property
     def trains_models(self) -> bool:

@@ -281,7 +281,7 @@ class FedADMM(Participating):
         dual, local, accuracy = self.iterate(client, state, penalty, slope, ready, start)
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
-        packet = self.uplink(change, jax.random.fold_in(client.key, 0))
+        packet = client.limited(self.uplink(change, jax.random.fold_in(client.key, 0)))
         moved = Local(
             dual=jnp.where(joined, dual, state.dual),
             sent=state.sent + packet.dense(),

@@ -56,6 +56,8 @@ class Progress:
             facts = [f"f {newest['objective'][-1]:.4g}"]
             if "constraint" in newest:
                 facts.append(f"g {newest['constraint'][-1]:.4g}")
+            if "epsilon" in newest:
+                facts.append(f"ε {newest['epsilon'][-1]:.3g}")
             facts.append(size_text(newest["bytes_up_total"][-1] + newest["bytes_down_total"][-1]))
             self._bar.update(self._task, facts="  ".join(facts))
 
@@ -113,14 +115,18 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
     """
     all_runs = [(variant, run) for variant, group in runs.items() for run in group]
     constrained = any("constraint" in run.history for _, run in all_runs)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    if any(variant for variant, _ in all_runs):
-        table.add_column("variant", no_wrap=True)
+    named = any(variant for variant, _ in all_runs)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0 if named else (0, 1, 0, 0))
+    if named:  # where there is no room, names are folded and numbers stay whole
+        table.add_column("variant", overflow="fold", min_width=10)
     timed = any("seconds_total" in run.history for _, run in all_runs)
     parts = [_clients(run, records or {}, variant) for variant, run in all_runs]
     columns = ["seed", "rounds", *(["clients"] if any(part.text for part in parts) else [])]
+    several = len(all_runs) > 1  # of a single run, a sentence tells the best round
     columns += ["f(w)", *(["g(w)", "feasible"] if constrained else [])]
-    columns += ["sent up", "sent down", *(["clock"] if timed else []), "time"]
+    columns += ["best f"] if constrained and several else []
+    columns += ["sent"] if named else ["sent up", "sent down"]
+    columns += [*(["clock"] if timed else []), "time"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for (variant, run), part in zip(all_runs, parts, strict=True):
@@ -135,10 +141,27 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
         if constrained:
             within = history["constraint"] <= float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{history['constraint'][-1]:.5g}", _feasible(within, part.everyone)]
-        row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
+        if constrained and several:
+            row.append(f"{best.objective:.5g}" if (best := run.best) and best.feasible else "none")
+        sent = [history[f"bytes_{way}_total"][-1] for way in ("up", "down")]
+        row += [size_text(sum(sent))] if named else [size_text(each) for each in sent]
         row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table
+
+
+def best_sentence(runs: Mapping[str, Sequence[Run]]) -> str:
+    """Return what the best model of a single run is; empty where there are several runs."""
+    all_runs = [run for group in runs.values() for run in group]
+    if len(all_runs) != 1 or (best := all_runs[0].best) is None:
+        return ""
+    if best.constraint is None:
+        return f"Best model: round {best.round}, f = {best.objective:.5g}; in best.safetensors."
+    tolerance = float(all_runs[0].algorithm.feasible_up_to)
+    facts = f"round {best.round}, f = {best.objective:.5g}, g = {best.constraint:.5g}"
+    if best.feasible:
+        return f"Best model: {facts}; feasible (g ≤ {tolerance:g}); in best.safetensors."
+    return f"No round was feasible (g ≤ {tolerance:g}); the nearest: {facts}; in best.safetensors."
 
 
 class _Clients(NamedTuple):

@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import Diverged, Interrupted, InvalidInput
+from fedsolve.federation.best import Best, with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
@@ -24,6 +25,7 @@ from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
+from fedsolve.privacy.robust import Robust
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
@@ -47,8 +49,10 @@ class Deployment(Federation):
     An exchange is a call out of the program, in the order in which the algorithm makes them.
     """
 
-    def __init__(self, problem: Problem, state: State, link: Roster):
-        super().__init__(problem, state)
+    def __init__(
+        self, problem: Problem, state: State, link: Roster, options: RoundOptions | None = None
+    ):
+        super().__init__(problem, state, options)
         self._link, self._publications = link, 0
 
     @property
@@ -159,18 +163,22 @@ class Deployed(Runtime):
         sites: list[str],
         seed: int,
         ending: Ending | None = None,
+        aggregation: Robust | None = None,
     ):
-        super().__init__(problem, algorithm, RoundOptions())
+        options = RoundOptions(aggregation=aggregation)
+        super().__init__(problem, algorithm, options)
         self.link, self._sites, self._seed = link, sites, seed
         self._ending = Ending() if ending is None else ending
         self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
 
-        def play(problem: Problem, algorithm: Algorithm, state: State) -> tuple[State, Info]:
-            return Deployment(problem, state, link).play(algorithm)
+        def play(
+            problem: Problem, algorithm: Algorithm, options: RoundOptions, state: State
+        ) -> tuple[State, Info]:
+            return Deployment(problem, state, link, options).play(algorithm)
 
-        self._play = prepared(play, problem, algorithm)
+        self._play = prepared(play, problem, algorithm, options)
         self._combined = prepared(_combined, problem)
         self._values = jax.eval_shape(self._one_clients_values)
         self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
@@ -205,8 +213,10 @@ class Deployed(Runtime):
                     raise link.trouble
                 answered = sorted(link.answered)
                 link.end_round(int(state.round))
-                complete += self._complete(state)
-                state, self._rounds = after, self._rounds + 1
+                found, best = self._complete(state)
+                complete += found
+                state = dataclasses.replace(after, best=best)
+                self._rounds += 1
             if evaluate:
                 self.news = self._news(answered)
                 self.waiting = entry_history(info, stop)
@@ -214,10 +224,11 @@ class Deployed(Runtime):
                 self._began, self._rounds = time.perf_counter(), 0
         return Advanced(state, joined(complete) or no_history())
 
-    def finish(self, state: State) -> History | None:
+    def finish(self, state: State) -> tuple[State, History | None]:
         if self.waiting:
             self._wait_for_everyone(state)
-        return next(iter(self._complete(state)), None)
+        found, best = self._complete(state)
+        return dataclasses.replace(state, best=best), next(iter(found), None)
 
     def _wait_for_everyone(self, state: State) -> None:
         """Ask everyone for the last evaluation; wait for silent sites while there is patience."""
@@ -246,10 +257,13 @@ class Deployed(Runtime):
         arrays["waiting"] = list(self.waiting.values())
         return {"link": head, "news": self.news, "waiting": list(self.waiting)}, arrays
 
-    def _complete(self, state: State) -> list[History]:
-        """Return the entry that waits, with the values at the end of its round, in that state."""
+    def _complete(self, state: State) -> tuple[list[History], Best]:
+        """Return the entry that waits, with the values at the end of its round, in that state.
+
+        Also return the best round. One in which some client was not heard is never feasible.
+        """
         if not self.waiting:
-            return []
+            return [], state.best
         shares = self.algorithm.objective_weights(state.server, state.participation)
         found = self.link.values()
         self.link.end_evaluation()
@@ -257,10 +271,12 @@ class Deployed(Runtime):
             values = self._over_sites(state, found, shares)
         else:
             values = self._unknown(state.w, shares)
+        complete = bool(values["clients_evaluated"] == self.news["clients"])
+        state = with_best(state, values, self.algorithm.feasible_up_to, complete)
         self.told = self.news
         entry = {name: column[0] for name, column in self.waiting.items() if name != "round"}
         round, self.waiting = self.waiting["round"].item(), History()
-        return [entry_history(entry | values, round)]
+        return [entry_history(entry | values, round)], state.best
 
     def _news(self, answered: list[str]) -> Table:
         exchanges = max(len(self.link.protocol.exchanges), 1) * self._rounds
@@ -355,6 +371,7 @@ def serve(
     go_on: Callable[[], bool] = lambda: True,
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
+    aggregation: Robust | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
@@ -372,6 +389,7 @@ def serve(
         go_on: Whether to go on with the next round.
         patience: The seconds to wait, after the last round, for sites that do not answer.
         waiting: Called with their names then.
+        aggregation: What replaces the mean of answers; None for the mean.
 
     Returns:
         The run; `link.participation` says which sites took part.
@@ -384,7 +402,8 @@ def serve(
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         ending = Ending(patience, waiting, go_on)
-        runtime = Deployed(placed, tuned, link, sites, seed, ending)
+        rule = numbers_on_device(aggregation, dtype)
+        runtime = Deployed(placed, tuned, link, sites, seed, ending, rule)
         saved, chunks = _loaded(*journal.load())
         if saved is None:
             state = runtime.start(jax.random.key_data(jax.random.key(seed)))

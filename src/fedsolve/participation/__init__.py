@@ -12,8 +12,19 @@ from fedsolve.participation.availability import (
     Markov,
     Trace,
 )
+from fedsolve.participation.divfl import DivFL
+from fedsolve.participation.oort import Oort
 from fedsolve.participation.sampling import sample
-from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
+from fedsolve.participation.selection import (
+    Cyclic,
+    Everyone,
+    Importance,
+    Poisson,
+    Proportional,
+    Random,
+    Selection,
+    Top,
+)
 from fedsolve.participation.strategic import Strategic
 from fedsolve.participation.weighting import (
     BANT,
@@ -33,10 +44,14 @@ __all__ = [
     "Cyclic",
     "DataSize",
     "DayNight",
+    "DivFL",
     "Everyone",
     "FirstAnswers",
     "GradientNorm",
+    "Importance",
     "Markov",
+    "Oort",
+    "Poisson",
     "PowerOfChoice",
     "Proportional",
     "Random",
