@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedsolve.algorithms.fedavg import Averaging
+from fedsolve.algorithms.fedavg import Averaging, X
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
@@ -51,7 +51,7 @@ Sent = dict[str, Packet | Float[Array, ""]]
 class Server(eqx.Module):
     """x_t, and the mean of w_1 … w_t."""
 
-    x: Vector
+    x: X
     average: Vector
 
 
@@ -78,6 +78,7 @@ class AFL(Averaging):
         weight_step: γ_λ, a number or a schedule; 0 is FedAvg.
         local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
             Local training and compression; see `FedAvg`.
+        server_optimizer: The optimizer of the server; see `FedAvg`.
         participants: How many clients take part, drawn uniformly; None for all.
         availability: Which clients are up; their probabilities should be equal.
         weighting, selection: Must be the defaults.
@@ -119,7 +120,7 @@ class AFL(Averaging):
     # On the server
 
     def init(self, w: Vector) -> Server:
-        return Server(x=w, average=w)
+        return Server(x=self.start(w), average=w)
 
     def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         to_sample, to_compress = jax.random.split(key)
@@ -128,7 +129,7 @@ class AFL(Averaging):
         answers = fed.ask(self.improve, drawn.cohort, when=drawn.available)
         scale = fed.clients / jnp.maximum(answers.count, 1)  # n/m
         update = answers.pick("update").sum(scale * mixture[drawn.cohort])
-        x = self.step(fed, server.x, update, to_compress)
+        x = self.step(fed, server.x, update, to_compress, answers.any())
         self.learn(fed, update)
 
         losses = answers.pick("loss")

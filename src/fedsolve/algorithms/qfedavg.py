@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fedsolve.algorithms.fedavg import Averaging
+from fedsolve.algorithms.fedavg import Averaging, X
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, at, check_positive, scalar
@@ -44,7 +44,7 @@ Sent = dict[str, Packet | Float[Array, ""]]
 
 
 class QFedAvg(Averaging):
-    """q-FedAvg: minimise Σ p_k F_k^{q+1}, so that losses differ less between clients.
+    """Minimise Σ p_k F_k^{q+1} (q-FedAvg), so that losses differ less between clients.
 
     Losses must not be negative: a client whose loss is negative replies NaN, and the run stops
     with its name.
@@ -55,6 +55,7 @@ class QFedAvg(Averaging):
         fairness: q, at least 0; 0 is FedAvg.
         local_steps, local_epochs, local_optimizer, uplink, downlink, error_feedback:
             Local training and compression; see `FedAvg`.
+        server_optimizer: The optimizer of the server; see `FedAvg`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -73,17 +74,17 @@ class QFedAvg(Averaging):
 
     # On the server
 
-    def init(self, w: Vector) -> Vector:
-        return w
+    def init(self, w: Vector) -> X:
+        return self.start(w)
 
-    def round(self, fed: Federation, server: Vector, key: PRNGKey) -> tuple[Vector, Info]:
+    def round(self, fed: Federation, server: X, key: PRNGKey) -> tuple[X, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         answers = fed.ask(self.improve, drawn.cohort, when=drawn.available)
         curvature = answers.pick("curvature").mean(drawn.weights)
         curvature = at(self.step_size, fed.round) * jnp.where(curvature > 0, curvature, jnp.inf)
         update = answers.pick("update").mean(drawn.weights) / curvature
-        x = self.step(fed, server, update, to_compress)  # x − η update
+        x = self.step(fed, server, update, to_compress, answers.any())  # x − η update
         self.learn(fed, update)
         return x, drawn.info
 

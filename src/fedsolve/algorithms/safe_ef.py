@@ -36,7 +36,7 @@ class SafeEF(FedSGM):
         downlink: The compressor of the server, which must be contractive (EF21-P).
         switching, local_steps, local_epochs, local_optimizer, error_feedback: As FedSGM's defaults;
             anything else raises, since it is FedSGM and not Safe-EF.
-        participants, weighting, selection, availability: Likewise.
+        among, participants, weighting, selection, availability: Likewise.
 
     Raises:
         InvalidInput: If an argument makes it another method.
