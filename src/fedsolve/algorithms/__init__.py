@@ -4,6 +4,7 @@ A new algorithm is a file in this folder and a name here: `fedsolve` exports eve
 `__all__`, and configuration files can name every algorithm among them.
 """
 
+from fedsolve.algorithms.balancing import ResidualBalancing
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
@@ -21,12 +22,14 @@ from fedsolve.algorithms.moon import MOON
 from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
 from fedsolve.algorithms.ppbc import PPBC
+from fedsolve.algorithms.regularizers import L1, Regularizer
 from fedsolve.algorithms.scaffold import SCAFFOLD
 from fedsolve.algorithms.switching import Hard, Soft, Switching
 from fedsolve.algorithms.two_level import SelectingTwice
 
 __all__ = [
     "F3AST",
+    "L1",
     "MOON",
     "PPBC",
     "SCAFFOLD",
@@ -46,6 +49,8 @@ __all__ = [
     "LagrangianFedAvg",
     "Participating",
     "PenaltyFedAvg",
+    "Regularizer",
+    "ResidualBalancing",
     "SelectingTwice",
     "Soft",
     "Switching",

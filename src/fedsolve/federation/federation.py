@@ -70,6 +70,7 @@ class Federation:
         self._fault = state.fault
         self._key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
         self._asked = 0  # exchanges of this round so far
+        self._waits_for: Flags | None = None  # in the exchange that goes on
         self._moved_buffers: _Buffers | None = None  # of the last exchange with local steps
         self.bytes_up, self.bytes_down = Count.zero(), Count.zero()
         self.messages_up, self.messages_down = Count.zero(), Count.zero()
@@ -107,6 +108,7 @@ class Federation:
         cohort: Cohort,
         message: Message = None,
         when: Flag | Flags = True,
+        waits_for: Flags | None = None,
     ) -> Replies:
         """Run `method(client, state, message)` on every client of the cohort.
 
@@ -120,6 +122,8 @@ class Federation:
             cohort: The indices of the clients to ask.
             message: What is sent to them, as a tree of arrays.
             when: Whether they are asked, one flag for all or one for each of the cohort.
+            waits_for: Whose answers the simulated clock waits for; None for all. The answers of the
+                others are among the replies, too: the algorithm uses them in a later round.
 
         Returns:
             The replies, and which of them arrived.
@@ -132,6 +136,7 @@ class Federation:
             self._problem, self._key, self.w, self.round, self._asked, method, message
         )
         self._asked += 1
+        self._waits_for = waits_for
         size = len(cohort)
         # Known before the program runs if it is simply everyone: then nothing needs masking.
         asked = np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
@@ -228,7 +233,8 @@ class Federation:
             return arrived
         times = self._times(exchange, cohort)
         arrived = clock.waited_for(arrived, times)
-        self._seconds += jnp.max(jnp.where(arrived, times, 0))
+        waited = arrived if self._waits_for is None else arrived & self._waits_for
+        self._seconds += jnp.max(jnp.where(waited, times, 0))
         return arrived
 
     def _times(self, exchange: Exchange, cohort: Cohort) -> Float[Array, " m"]:
