@@ -491,7 +491,7 @@ class FedADMM(Participating):
 
         def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             # at most once, so that samples are read only if some client needs them
-            own = client.reading() if isinstance(client, InformedClient) else client
+            own = client.reading(carry[0]) if isinstance(client, InformedClient) else client
 
             def one(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
                 dual, _, accuracy = carry
