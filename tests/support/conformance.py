@@ -62,6 +62,14 @@ ALGORITHMS = {
     "FedADMM, Top-K": fs.FedADMM(
         participants=3, local_iterations=2, penalty=1.0, accuracy=1e-4, uplink=fs.TopK(0.6)
     ),
+    "FedADMM, late answers": fs.FedADMM(
+        participants=4,
+        local_iterations=2,
+        availability=fs.participation.FirstAnswers(2),
+        late="next",
+        residuals=True,
+        balance=fs.ResidualBalancing(ratio=2.0),
+    ),
     "FedAvgAll": fs.FedAvgAll(0.05, participants=3, local_steps=2, uplink=fs.TopK(0.6)),
     "FedProx": fs.FedProx(0.05, participants=3, local_steps=2, proximity=0.1),
     "FedAlt": fs.FedAlt(0.05, participants=3, local_steps=2, personal_steps=1),

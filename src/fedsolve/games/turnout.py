@@ -15,7 +15,7 @@ import numpy as np
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.games.parts import Numbers, Part, Players
+from fedsolve.games.parts import Numbers, Part, Players, numbers
 
 
 class Turnout(Part):
@@ -38,7 +38,7 @@ class Turnout(Part):
 
     part: Part
     there: Numbers
-    weights: Numbers = eqx.field(converter=jnp.asarray)
+    weights: Numbers = eqx.field(converter=numbers("weights", 1))
 
     def alone(self, N: Players, y: Players) -> Players:
         def case(there: Players) -> Players:
