@@ -138,13 +138,13 @@ def test_a_restricted_client_computes_its_own_gradient():
     w, key = problem.start(), jax.random.key(0)
     place = w, jnp.int32(0), jnp.int32(0), key, None
     known = Known(jnp.asarray(True), jnp.full(4, 7.0))
-    informed = InformedClient(problem, lambda: own, *place, known)
+    informed = InformedClient(problem, lambda index: own, *place, known)
     plain = problem.client(own, *place)
     assert (informed.grad(informed.w) == 7).all()
     np.testing.assert_allclose(informed.grad(w + 1), plain.grad(w + 1), rtol=1e-6)
     few, same = informed.restricted(3, key), plain.restricted(3, key)
     np.testing.assert_allclose(few.grad(few.w), same.grad(same.w), rtol=1e-6)
-    np.testing.assert_allclose(informed.reading().grad(w), plain.grad(w), rtol=1e-6)
+    np.testing.assert_allclose(informed.reading(jnp.int32(0)).grad(w), plain.grad(w), rtol=1e-6)
 
 
 def test_samples_are_not_read_before_the_loop_that_needs_them(monkeypatch):
@@ -163,7 +163,7 @@ def test_samples_are_not_read_before_the_loop_that_needs_them(monkeypatch):
     state = simulation.compiled_start(problem, algorithm, seed, options)
     spans = padded(spans_of(0, 5, 1))
     program = simulation.compiled_advance.lower(problem, algorithm, state, spans, options)
-    text, found = program.compile().as_text(), []
+    text, found = program.compile().compiled.as_text(), []
     bodies = dict(re.findall(r"while\(.*body=%?([\w.\-]+), metadata={op_name=\"([^\"]*)", text))
     for part in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
         name = part.split(" ")[0].lstrip("%")
