@@ -1,4 +1,4 @@
-.PHONY: setup test lint docs bench
+.PHONY: setup test lint docs bench mutants
 
 setup: ## Make .venv with everything that development needs
 	python3 -m venv .venv
@@ -15,3 +15,6 @@ docs: ## Build the documentation into site/
 
 bench: ## Measure FedSGM beside a NumPy transcription, as a sweep, and as a command
 	.venv/bin/python benchmarks/neyman_pearson.py
+
+mutants: ## See which small changes of the source no test notices (arguments: make mutants ARGS='storage --sample 20')
+	.venv/bin/python benchmarks/mutants.py $(ARGS)

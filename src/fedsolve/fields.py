@@ -82,6 +82,12 @@ def check_count(name: str, value: object, most: int | None = None) -> None:
         raise InvalidInput(f"{name} is {value}, but there are only {most} clients.")
 
 
+def check_seed(value: object) -> None:
+    """Raise if a seed is not a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidInput(f"seed must be a whole number, got {value!r}.")
+
+
 def read_table(name: str, path: str | Path) -> Shaped[np.ndarray, "rows columns"]:
     """Read a table of numbers from a file: `.npy`, or text with commas."""
     path = Path(path)

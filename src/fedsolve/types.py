@@ -5,7 +5,7 @@ Shapes are written as in jaxtyping: `d` parameters, `n` clients, `m` clients of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,4 +31,5 @@ ServerState = PyTree  # and on the server
 Message = PyTree  # what the server sends with a question
 Reply = PyTree  # what a client answers
 Info = dict[str, PyTree]  # what a round writes in the history, by column
+Function = Callable[..., Any]  # of a user, whose arguments follow from its role
 Table = dict[str, Any]  # a TOML table or a JSON object: values may be of any type

@@ -222,6 +222,20 @@ def test_a_client_that_was_not_heard_at_first_joins_later():
     np.testing.assert_allclose(run.state.server.penalties, clients_of(run).penalty.sum())
 
 
+def test_a_new_weight_scales_what_a_client_sends_and_nothing_else():
+    """Divided by α_i the local problem is the same, and so is the number of inner steps."""
+    problem = problem_of().on_device()
+    own = jax.tree.map(lambda leaf: leaf[0], problem.samples)
+    client = problem.client(own, problem.start(), jnp.int32(0), jnp.int32(0), jax.random.key(0))
+    algorithm = fs.FedADMM(penalty=1.0, local_iterations=3, accuracy=1e-3)
+    begun, _ = algorithm.begin(client, algorithm.init_client(client.w), jnp.asarray(0.5))
+    one, other = (
+        algorithm.improve(client, begun, jnp.full(6, share))[1][0].dense() for share in (0.5, 0.005)
+    )
+    assert np.linalg.norm(one) > 0.01
+    np.testing.assert_allclose(0.01 * one, other, rtol=1e-5)
+
+
 def test_a_neural_network_with_minibatches():
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((8, 40, 2)).astype(np.float32)

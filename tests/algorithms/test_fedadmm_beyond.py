@@ -230,12 +230,13 @@ def test_late_answers_in_other_runtimes(problem):
     options = {"participants": 4, "penalty": 1.0, "late": "next", "residuals": True}
     options |= {"balance": fs.ResidualBalancing(), "regularizer": fs.L1(0.1)}
     algorithm = fs.FedADMM(3, availability=fs.participation.FirstAnswers(2), **options)
-    compiled, debug = (
+    compiled, *others = (
         fs.solve(problem, algorithm, 5, seed=0, precision="float64", runtime=runtime)
-        for runtime in ("compiled", "debug")
+        for runtime in ("compiled", "debug", "streamed")
     )
-    for name, column in compiled.history.items():
-        np.testing.assert_allclose(column, debug.history[name], atol=1e-9, err_msg=name)
+    for other in others:
+        for name, column in compiled.history.items():
+            np.testing.assert_allclose(column, other.history[name], atol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,9 @@ def test_soft_switching_with_a_large_beta_is_hard_switching():
     blend, _ = trajectory(problem, fs.FedSGM(0.02, 0.1, fs.Soft(2.0), local_steps=3), ROUNDS)
     np.testing.assert_allclose(hard, soft, atol=1e-12)
     assert np.abs(hard - blend).max() > 1e-3
+    on_the_boundary = jnp.zeros(())
+    assert fs.Hard()(on_the_boundary) == 0  # g(w) ≤ ε is feasible
+    assert fs.Soft(2.0)(on_the_boundary) == 1
 
 
 def test_average_is_over_feasible_rounds_and_absent_without_any():

@@ -95,6 +95,13 @@ def test_noise_differs_between_steps_clients_exchanges_and_rounds():
     slopes = fs.solve(problem, Twice(), rounds=2).history["slopes"].reshape(-1, D)
     assert len(slopes) == 2 * 2 * N * 2
     assert len(np.unique(np.round(slopes, 6), axis=0)) == len(slopes)
+    for optimizer in (None, fs.SGD(1.0)):  # and so do the local steps of an algorithm
+        one, two = (
+            fs.solve(problem, fs.FedAvg(1.0, local_steps=E, local_optimizer=optimizer), rounds=1)
+            for E in (1, 2)
+        )
+        assert np.all(one.params != 0)
+        assert not np.any(np.isclose(two.params - one.params, one.params))
 
 
 def test_noise_is_not_the_randomness_that_draws_the_minibatch():

@@ -180,6 +180,18 @@ WRONG = {
         ["run", "base.toml", "--set", "algorithm.uplink=TopKay"],
         "'TopKay' is not a known kind; did you mean 'TopK'?",
     ),
+    "a word for a number": (
+        ["run", "base.toml", "--set", "algorithm.step_size=abc"],
+        "algorithm.step_size takes a number or the name of a part, got 'abc'.",
+    ),
+    "a wrong kind of schedule": (
+        ["run", "base.toml", "--set", "algorithm.step_size=Cosin"],
+        "'Cosin' is not a known kind; did you mean 'Cosine'?",
+    ),
+    "no sites": (
+        ["deploy", "base.toml", "--local", "0"],
+        "Cannot distribute 20 clients over 0 sites.",
+    ),
     "a part in the wrong place": (
         ["run", "base.toml", "--set", "algorithm.uplink=Hard"],
         "algorithm.uplink must be a Compressor, got Hard()",
@@ -259,7 +271,7 @@ def test_every_experiment_resolves(fedsolve, monkeypatch):
     monkeypatch.setenv("FEDSOLVE_DATA", str(DATA))
     for scheme in ("http", "https"):  # nothing is downloaded here
         monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:9")
-    folder = Path(fs.__file__).parent / "experiments"
+    folder = Path(fs.__file__).parent / "experiments/configs"
     names = sorted(path.stem for path in folder.glob("*.toml"))
     assert "neyman-pearson" in names
     for name in names:

@@ -32,6 +32,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "gateway.py": "median ms a round",
     "limits.py FedSGM MOON --out out.json": "| FedSGM |",
     "million.py": "clients that have a state",
+    "mutants.py storage/atomic.py": "killed, ",
     "neyman_pearson.py": "NumPy transcription",
     "payments.py --generated": "| best prices |",
     "peers/run.py Fedsolve": "| Fedsolve | ",

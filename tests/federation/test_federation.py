@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 import fedsolve as fs
@@ -16,23 +18,36 @@ from fedsolve.runtimes.simulation import Simulation
 from tests.support import examples
 
 
-def test_bytes_of_a_round_are_those_of_its_packets():
+@pytest.mark.parametrize("lost", [False, True])
+def test_bytes_of_a_round_are_those_of_its_packets(lost):
     """d = 30, Top-K 0.1: three indices of one byte and three floats; g_j and σ are four bytes."""
+
+    def arrivals(round, exchange, clients):
+        return (round + 2 * exchange + jnp.asarray(clients)) % 3 != 0
+
     problem = fs.problems.neyman_pearson(clients=20)
     sparse = fs.TopK(0.1)
     options = {"participants": 10, "local_steps": 2, "uplink": sparse, "downlink": sparse}
-    history = fs.solve(problem, fs.FedSGM(0.3, 0.05, **options), rounds=40).history
+    algorithm = fs.FedSGM(0.3, 0.05, **options)
+    run = fs.solve(problem, algorithm, rounds=40, arrivals=arrivals if lost else None)
     packet = 3 * 1 + 3 * 4
-    np.testing.assert_array_equal(history["bytes_up"], 10 * (4 + packet))
 
-    # Down: σ to everyone asked, and to each the publications since it was last asked, or all of w.
-    missed, expected = np.zeros(20, int), []
-    for cohort in history["cohort"]:
-        expected.append(10 * 4 + missed[cohort].sum())
-        missed[cohort] = 0
+    # Down: σ to everyone asked, and to each the publications since its last answer, or all of w.
+    missed, down, up, messages = np.zeros(20, int), [], [], []
+    for round, cohort in enumerate(run.history["cohort"]):
+        down.append(10 * 4)
+        heard = [cohort[np.asarray(arrivals(round, e, cohort)) | (not lost)] for e in (0, 1)]
+        for arrived in heard:
+            down[-1] += missed[cohort].sum()
+            missed[arrived] = 0
         missed = np.minimum(missed + packet, 30 * 4)
-    np.testing.assert_array_equal(history["bytes_down"], expected)
-    assert max(expected) > 10 * (4 + packet)  # someone had to catch up
+        up.append(4 * len(heard[0]) + packet * len(heard[1]))
+        messages.append(len(heard[0]) + len(heard[1]))
+    np.testing.assert_array_equal(run.history["bytes_up"], up)
+    np.testing.assert_array_equal(run.history["bytes_down"], down)
+    np.testing.assert_array_equal(run.history["messages_up"], messages)
+    np.testing.assert_array_equal(run.history["messages_down"], 20)
+    assert max(down) > 10 * (4 + packet)  # someone had to catch up
 
 
 def test_whole_vectors_without_compression():
@@ -53,6 +68,33 @@ def test_byte_counts_are_exact_beyond_32_bits():
     many = Count.zero().plus(jnp.int32(1_000_003), 70_001)
     many = many + Count.zero().plus_all(jnp.full(100_000, 2**16 - 1, jnp.uint32))
     assert int(many.exact()) == 1_000_003 * 70_001 + 100_000 * (2**16 - 1)
+
+
+def counted(number):
+    return Count(jnp.uint32(number >> 16), jnp.uint32(number & 0xFFFF))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 2**46),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**31 - 1),
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+)
+def test_counts_are_whole_numbers(begun, count, each, amounts):
+    each = min(each, 2**46 // max(count, 1))
+    total = counted(begun)
+    assert int(total.exact()) == begun
+    added = total.plus(jnp.uint32(count), each)
+    assert int(added.exact()) == begun + count * each
+    more = total.plus_all(jnp.asarray(amounts, jnp.uint32))
+    assert int(more.exact()) == begun + sum(amounts)
+    assert int((added + more).exact()) == 2 * begun + count * each + sum(amounts)
+    for most in (0, 2**16, 2**31 - 1):
+        assert int(added.minus(total, most)) == min(count * each, most)
+        assert int(more.minus(total, most)) == min(sum(amounts), most)
+    for part in (added, more):
+        assert int(part.low) < 2**16
 
 
 class Probe(fs.Algorithm):

@@ -102,7 +102,11 @@ def test_selections_draw_with_their_probabilities():
     some = many(parts.Random(3), weights)
     rates = np.bincount(some.ravel(), minlength=6) / len(some)
     np.testing.assert_allclose(rates, [0.6, 0.6, 0, 0.6, 0.6, 0.6], atol=0.03)
-    assert parts.Everyone().select(weights, 6, None, jax.random.key(0))[0].tolist() == [*range(6)]
+    everyone, _ = parts.Everyone().select(weights, 6, None, jax.random.key(0))
+    assert everyone.tolist() == [*range(6)]
+    for selection in (parts.Everyone(), parts.Top(2), parts.Random(2), parts.Proportional(2)):
+        for given in (None, weights):  # on the wire, an index is four bytes
+            assert selection.select(given, 6, None, jax.random.key(0))[0].dtype == np.int32
 
 
 @pytest.mark.parametrize(("clients", "count"), [(6, 2), (7, 3), (5, 5), (10, 1), (11, 4)])
@@ -334,6 +338,48 @@ BAD = {
     ),
     "no chance": (lambda: fs.FedAvg(0.1, availability=1.5), "between 0 and 1, got 1.5"),
     "never": (lambda: fs.FedAvg(0.1, availability=0.0), "never up takes no part"),
+    "below no chance": (lambda: parts.Markov(0.5, -0.1), "down must be between 0 and 1, got -0.1"),
+    "never back": (lambda: parts.Markov([0.5, 0.0], 0.1), "never comes back takes no part"),
+    "chances to come back": (
+        lambda: parts.Markov([0.5, 0.5], 0.1).check(6),
+        r"up has shape \(2,\); for 6 clients",
+    ),
+    "chances to go": (
+        lambda: parts.Markov(0.5, [0.1, 0.1]).check(6),
+        r"down has shape \(2,\); for 6 clients",
+    ),
+    "no day": (lambda: parts.DayNight(0.9, 0.1, period=0), "period must be positive, got 0"),
+    "late for others": (
+        lambda: parts.DayNight(0.9, 0.1, phase=[0.0, 0.5]).check(6),
+        r"phase has shape \(2,\); for 6 clients",
+    ),
+    "no answers": (lambda: parts.FirstAnswers(0), "count must be"),
+    "answers before the question": (lambda: parts.FirstAnswers(2, median=0.0), "median must be"),
+    "no spread": (lambda: parts.FirstAnswers(2, spread=-1.0), "spread must be"),
+    "medians for others": (
+        lambda: parts.FirstAnswers(2, median=[1.0, 2.0]).check(6),
+        r"median has shape \(2,\); for 6 clients",
+    ),
+    "others up": (
+        lambda: parts.FirstAnswers(2, availability=[0.5, 0.5]).check(6),
+        r"probability has shape \(2,\); for 6 clients",
+    ),
+    "the rate of the first": (
+        lambda: parts.FirstAnswers(2).rate(0, jnp.int32(0)),
+        "among the first answers depends on the cohort",
+    ),
+    "a word": (lambda: fs.FedAvg(0.1, availability="often"), "availability must be a number"),
+    "no candidates": (lambda: parts.PowerOfChoice(0), "candidates must be"),
+    "more candidates than clients": (
+        lambda: parts.PowerOfChoice(7).check(ragged()[0]),
+        "candidates is 7, but there are only 6",
+    ),
+    "trust without a step": (lambda: parts.BANT(step_size=0.0), "step_size must be"),
+    "less than no momentum": (lambda: parts.BANT(momentum=-0.1), "momentum must be"),
+    "trust without data": (
+        lambda: parts.BANT().check(ragged()[0]),
+        "BANT needs data that the server holds",
+    ),
     "chances for others": (
         lambda: fs.solve(ragged()[0], fs.FedAvg(0.1, availability=[0.5, 0.5]), 2),
         r"probability has shape \(2,\); for 6 clients",

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
+from fedsolve.participation.availability import SELDOM as RARE
+from fedsolve.participation.availability import SLOW
 from fedsolve.participation.picks import selection_skew
 from tests.support import examples
 from tests.support.weights import ragged, weigh
@@ -274,6 +276,8 @@ def test_usual_availabilities_do_not_warn():
             0.3,
             parts.Markov(0.2, 0.3),
             parts.Markov(0.02, 0.0),  # once up, always up
+            RARE,
+            parts.Markov(SLOW / 2, SLOW / 2),
             parts.DayNight(0.9, 0.2),
             parts.Trace(rng.random((60, 6)) < 0.4),
             parts.Trace(np.ones((9, 6))),

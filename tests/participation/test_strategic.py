@@ -94,3 +94,19 @@ def test_strategic_gives_any_algorithm_weights_and_subsets():
     same = fs.solve(problem, fs.FedAvg(0.05, weighting=fs.Strategic(whole, 1.0)), **options)
     plain = fs.solve(problem, fs.FedAvg(0.05), **options)
     np.testing.assert_allclose(same.params, plain.params, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: fs.Strategic(FIXED.game, 0.0), "step_size must be positive"),
+        (lambda: fs.Strategic(FIXED.game, 1.0, start=np.ones((1, 3))), "too many axes"),
+        (lambda: fs.Strategic(FIXED.game, 1.0, start=[1.0, 2.0]), "start must be one number for"),
+        (lambda: fs.Strategic(fs.Game(None, None, [2, 3], 4.0), 1.0), "2 players, the problem 3"),
+        (lambda: fs.Strategic(fs.Game(None, None, [2, 0.5, 3], 8.0), 1.0), "at least one sample;"),
+        (lambda: fs.Strategic(fs.Game(None, None, 1.0, [8, 8.5, 8]), 1.0), "Client 1 has 8 samp"),
+    ],
+)
+def test_players_that_are_not_the_clients_raise(make, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        make().check(one_number())

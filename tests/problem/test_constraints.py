@@ -127,7 +127,7 @@ def test_maximum_is_the_largest_of_the_global_constraints_and_clients_descend_th
         value, focus = replies_of(problem.constraint, problem, jnp.asarray(w))
         parts = [np.mean(x[:, 0] @ w - 1.0), np.mean(2.0 - x[:, 0] @ w)]
         np.testing.assert_allclose(value, max(parts), rtol=1e-5)
-        gradient = client(problem, 2).constraint_grad(jnp.asarray(w), focus)
+        gradient = client(problem, 2).constraint_grad(jnp.asarray(w), focus=focus)
         sign = 1 if np.argmax(parts) == 0 else -1
         np.testing.assert_allclose(gradient, sign * x[2, 0], rtol=1e-5)
 

@@ -85,3 +85,20 @@ def test_state_is_made_for_every_client():
     problem = examples.least_squares().on_device()
     state = State.start(problem, fs.FedSGM(0.1, uplink=fs.TopK(0.5)), jax.random.key(0))
     assert state.clients.shape == (6, 5)
+
+
+def test_columns_that_are_meant_are_accepted():
+    """A column times a row of as many weights as there are samples is no pair of samples."""
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((3, 8, 1)), "y": rng.standard_normal((3, 8))}
+
+    def wide(params, data):  # 8 hidden units, and 8 samples
+        hidden = jnp.tanh(data["x"] * params["first"] + params["bias"])
+        return jnp.mean((hidden @ params["second"] - data["y"]) ** 2)
+
+    def column(w, data):
+        return jnp.mean((data["x"] @ w - data["y"][:, None]) ** 2)
+
+    weights = {"first": np.ones(8), "bias": np.zeros(8), "second": np.ones(8)}
+    assert fs.Problem(wide, data, weights).dimension == 24
+    assert fs.Problem(column, data, np.zeros((1, 1))).dimension == 1

@@ -251,7 +251,7 @@ def agent(problem, memory, round=0):
 @eqx.filter_jit
 def measured(problem, memory, key):
     client = agent(problem, memory)
-    return client.measure(client.w, key), client.constraint(client.w, None, key), client.memory
+    return client.measure(client.w, key), client.constraint(client.w, key=key), client.memory
 
 
 @eqx.filter_jit
@@ -287,7 +287,7 @@ def test_algorithms_that_do_not_measure_get_directions_from_steps_drawn_for_them
     def drawn(problem, memory, key):
         client = agent(problem, memory)
         w = client.w
-        return client.objective(w, key), client.grad(w, key), client.constraint_grad(w, None, key)
+        return client.objective(w, key), client.grad(w, key), client.constraint_grad(w, key=key)
 
     value, of_reward, of_cost = drawn(problem, memory, KEY)
     assert value <= -1

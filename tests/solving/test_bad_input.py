@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
+from fedsolve.fields import check_seed
 from tests.support import examples
 
 DATA = examples.least_squares().samples.values
@@ -86,6 +87,33 @@ BAD = {
         lambda: problem(clients=DATA | {"offset": np.float64(1)}),
         "needs a leading client axis",
     ),
+    "texts as labels": (
+        lambda: problem(clients=DATA | {"targets": DATA["targets"].astype(str)}),
+        r"clients\['targets'\] is of type <U\d+; data are numbers: encode it",
+    ),
+    "samples of different type": (
+        lambda: fs.stack_clients([{"x": np.ones(3)}, {"x": np.ones(3, int)}]),
+        r"\['x'\] of client 0 has type float64, \['x'\] of client 1 has type int64",
+    ),
+    "labels as a column": (
+        lambda: problem(clients=DATA | {"targets": DATA["targets"][..., None]}),
+        r"objective combines .* every pair of samples. clients\['targets'\] has a last axis",
+    ),
+    "labels as a column, of clients of different size": (
+        lambda: fs.Problem(
+            examples.quadratic,
+            fs.stack_clients(
+                [
+                    {"inputs": DATA["inputs"][0][:n], "targets": DATA["targets"][0][:n, None]}
+                    for n in (8, 5)
+                ]
+            ),
+            np.zeros(5),
+        ),
+        r"objective combines .* every pair of samples. clients\['targets'\] has a last axis",
+    ),
+    "a seed that is a word": (lambda: check_seed("a"), "seed must be a whole number, got 'a'"),
+    "a seed that is a fraction": (lambda: check_seed(0.5), "seed must be a whole number, got 0.5"),
     "a vector objective": (
         lambda: problem(objective=lambda w, data: data["inputs"] @ w),
         r"objective must return a scalar for one client, got shape \(8,\)",
@@ -101,7 +129,7 @@ BAD = {
     "no parameters": (lambda: problem(params={}), "params is empty"),
     "whole-number parameters": (
         lambda: problem(params=np.zeros(5, int)),
-        "params is empty: it has no floating-point arrays",
+        "params are integers; parameters are floating-point numbers",
     ),
     "whole numbers among the parameters": (
         lambda: problem(params={"a": np.zeros(5), "b": np.zeros(2, int)}),
@@ -175,6 +203,12 @@ def test_bad_input_raises_one_sentence(call, sentence):
 
 
 WRONG_TYPES = {  # tests check types themselves, so these need an ordinary interpreter
+    "fs.solve(fs.problems.linear_regression(clients=2, size=2), fs.FedAvg(0.1), 1, seed='a')": (
+        "seed must be a whole number, got 'a'."
+    ),
+    "fs.sweep(fs.problems.linear_regression(clients=2, size=2), fs.FedAvg(0.1), 1, seeds=['a'])": (
+        "seed must be a whole number, got 'a'."
+    ),
     "fs.FedSGM(0.1, local_steps=0.5)": "local_steps must be a whole number from 1 up, got 0.5.",
     "fs.FedSGM(0.1, uplink='TopK')": "uplink must be a Compressor, got 'TopK'.",
     "fs.FedSGM(0.1, switching=fs.Soft)": "switching must be a Switching, got <class",

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 import fedsolve as fs
-from fedsolve.storage.arrays import Refused, decode, encode, in_order, nothing_left, size_of, take
+from fedsolve.storage.arrays import (
+    HEAD,
+    Refused,
+    decode,
+    encode,
+    in_order,
+    nothing_left,
+    size_of,
+    take,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,8 @@ ARRAYS = {
 def test_the_format_is_that_of_the_library():
     ours = encode({"a": 1}, {name.split(".")[0]: value for name, value in ARRAYS.items()})
     theirs = save(ARRAYS, {"head": json.dumps({"a": 1})})
-    for found in (load(ours), decode(theirs, 10_000)[1], decode(ours, 10_000)[1]):
+    assert len(ours) % 8 == sum(value.nbytes for value in ARRAYS.values()) % 8  # 8-byte head
+    for found in (load(ours), decode(theirs, 10_000)[1], decode(ours, None)[1]):
         assert found.keys() == ARRAYS.keys()
         for name, value in ARRAYS.items():
             assert found[name].dtype == value.dtype
@@ -101,3 +111,43 @@ def test_rows_in_order_are_the_same_rows(rows):
     np.testing.assert_array_equal(picked, everything[rows])
     if len(rows) and (np.diff(rows) == 1).all():
         assert np.shares_memory(picked, everything)
+
+
+def test_nothing_else_is_taken():
+    data = encode({}, {"w": np.arange(3.0)})
+    decode(data, 24)
+    with pytest.raises(Refused, match="not bytes but str"):
+        decode("text", None)
+    padded = data + bytes(24 + HEAD - len(data))
+    with pytest.raises(Refused, match="not safetensors"):
+        decode(padded, 24)
+    with pytest.raises(Refused, match=f"^{25 + HEAD} bytes, where at most {24 + HEAD} can be"):
+        decode(padded + b" ", 24)
+    for broken in (b"", data[:7], data[:8], data[:-1], data + b" ", (2**40).to_bytes(8, "little")):
+        for most in (24, None):
+            with pytest.raises(Refused, match="not safetensors"):
+                decode(broken, most)
+    text = json.dumps({"__metadata__": {"head": "[]"}}).encode()
+    with pytest.raises(Refused, match="its head is not a table"):
+        decode(len(text).to_bytes(8, "little") + text, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "sentence"),
+    [
+        (np.arange(3.0), {}, r"w\.0 is float64\(3,\), not float64\(2,\)"),
+        (np.arange(2), {}, r"w\.0 is int64\(2,\), not float64\(2,\)"),
+        (np.arange(2.0), {"rows": 1}, r"w\.0 is float64\(2,\), not float64\(1, 2\)"),
+        (np.asarray([1, np.nan]), {}, r"w\.0 is not finite"),
+    ],
+)
+def test_a_tree_is_what_its_template_says(value, options, sentence):
+    template = jax.ShapeDtypeStruct((2,), np.float64)
+    with pytest.raises(Refused, match=sentence):
+        take({"w.0": value}, "w", template, **options)
+    with pytest.raises(Refused, match=r"w\.0 is missing"):
+        take({"w": value}, "w", template, **options)
+    with pytest.raises(Refused, match=r"it has arrays that do not belong: w\.0$"):
+        nothing_left({"w.0": value})
+    broken = np.asarray([1, np.inf])
+    np.testing.assert_array_equal(take({"w.0": broken}, "w", template, finite=False), broken)

@@ -159,4 +159,4 @@ class IPPConEx(Participating):
 
     def slopes(self, client: Client, state: None, focus: PyTree = None) -> tuple[None, PyTree]:
         w, key = client.w, client.key
-        return state, (client.grad(w, key), client.constraint_grad(w, focus, key))
+        return state, (client.grad(w, key), client.constraint_grad(w, focus=focus, key=key))

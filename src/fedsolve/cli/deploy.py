@@ -25,7 +25,7 @@ from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.jobs import CANCELLED
 from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.limits import Limits
-from fedsolve.flare.local_federation import deploy_local
+from fedsolve.flare.local_federation import check_site_count, deploy_local
 from fedsolve.flare.participation import gaps
 from fedsolve.flare.processes import keep_running, start_server, start_site, temporary_folder
 from fedsolve.flare.site_config import allowed_names, load_clients, read_owners_file
@@ -58,6 +58,7 @@ def local(experiment: Experiment, sites: int, out_dir: str | None, track: Sequen
 
     The folder of results is the same as from `fedsolve run`.
     """
+    check_site_count(experiment, sites)
     folder, tracking = _new_folder(experiment, out_dir, track)
     try:
         with _Progress(experiment, sites, tracking) as tell:

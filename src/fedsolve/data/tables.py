@@ -14,11 +14,12 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedsolve.errors import InvalidInput
+from fedsolve.types import Table
 
 KINDS = {
     "numeric": ("missing", "least", "most", "units"),
@@ -219,11 +220,11 @@ class Source:
     own: Mapping[str, Column] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, table: Mapping[str, Any]) -> Source:
+    def of(cls, table: Table) -> Source:
         """Return what a site's table [data] says about its files."""
         keys = ("separator", "decimal", "encoding", "missing", "columns")
         _check_keys("[data]", table, ("loader", "path", *keys))
-        found: dict[str, Any] = {}
+        found: Table = {}
         for key in ("separator", "decimal", "encoding"):
             if key in table:
                 if not isinstance(table[key], str) or not table[key]:

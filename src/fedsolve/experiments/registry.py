@@ -157,6 +157,8 @@ def _value(value: object, hint: object, where: str, allowed: Allowed) -> tuple[o
         raise InvalidInput(f"{where} would be a path on this machine, which only its owner names.")
     shown = value
     names_part = isinstance(value, str) and _accepts_parts(hint)
+    if isinstance(value, str) and names_part and float in typing.get_args(hint):
+        _check_number(value, where)
     if names_part or (isinstance(value, dict) and not _accepts_tables(hint)):
         part = value if isinstance(value, dict) else {"kind": value}
         make, shown = described(part, PARTS, where, allowed)
@@ -166,6 +168,12 @@ def _value(value: object, hint: object, where: str, allowed: Allowed) -> tuple[o
     if inspect.isclass(hint) and issubclass(hint, compression.Compressor | algorithms.Switching):
         check_kind(where, value, hint)
     return value, shown
+
+
+def _check_number(text: str, where: str) -> None:
+    """Raise if a text stands where a number is wanted and is not near the name of a part."""
+    if ":" not in text and not difflib.get_close_matches(text, PARTS, n=1, cutoff=0.6):
+        raise InvalidInput(f"{where} takes a number or the name of a part, got {text!r}.")
 
 
 def _imported(kind: str, allowed: Allowed, where: str) -> Callable:

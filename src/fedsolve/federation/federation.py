@@ -9,8 +9,6 @@ Randomness is a function of (seed, round, exchange, client), never of order or p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +23,18 @@ from fedsolve.federation.replies import Replies
 from fedsolve.federation.state import AlgorithmLike, State
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Info, Message, Number, PyTree, Reply, Vector
+from fedsolve.types import (
+    Cohort,
+    Flag,
+    Flags,
+    Function,
+    Info,
+    Message,
+    Number,
+    PyTree,
+    Reply,
+    Vector,
+)
 
 
 class Federation:
@@ -104,7 +113,7 @@ class Federation:
 
     def ask(
         self,
-        method: Callable[..., Any],
+        method: Function,
         cohort: Cohort,
         message: Message = None,
         when: Flag | Flags = True,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import equinox as eqx
 from jax.sharding import Mesh
 
 from fedsolve.federation.clock import Clock
-from fedsolve.types import Cohort, Flag, Flags, PyTree, Round
+from fedsolve.types import Cohort, Flag, Flags, Function, PyTree, Round
 
 Arrivals = Callable[[Round, int, Cohort], Flags]  # round, exchange, clients -> which answers arrive
-Follow = tuple[tuple[str, Callable[..., Any]], ...]  # names, and functions of (problem, params)
+Follow = tuple[tuple[str, Function], ...]  # names, and functions of (problem, params)
 Stop = Callable[[Mapping[str, PyTree]], Flag]  # a rule on the newest entry of the history
 
 

@@ -102,9 +102,7 @@ def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, 
     Returns its runs, which sites took part in them, and its status: `finished`, or `interrupted`
     after Ctrl-C.
     """
-    fewest = min(problem.n for problem, _ in experiment.cells.values())
-    if not 1 <= sites <= fewest:
-        raise InvalidInput(f"Cannot distribute {fewest} clients over {sites} sites.")
+    fewest = check_site_count(experiment, sites)
     status = "finished"
     allow = _imported_names(experiment.resolved)
     with local_federation(fewest, sites, tell, allow) as federation:
@@ -114,6 +112,14 @@ def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, 
             status = "interrupted"
         home = federation.home(RUN)
         return saved_runs(experiment, home), participations(experiment, home), status
+
+
+def check_site_count(experiment: Experiment, sites: int) -> int:
+    """Raise if there are no sites, or more than clients; return the smallest number of clients."""
+    fewest = min(problem.n for problem, _ in experiment.cells.values())
+    if not 1 <= sites <= fewest:
+        raise InvalidInput(f"Cannot distribute {fewest} clients over {sites} sites.")
+    return fewest
 
 
 def _imported_names(table: object) -> list[str]:

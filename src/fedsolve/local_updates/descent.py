@@ -19,7 +19,7 @@ from fedsolve.fields import Scalar, Schedule, at
 from fedsolve.local_updates.optimizers import Optimizer
 from fedsolve.problem.client import ORDER, Client
 from fedsolve.problem.local_pass import Follows
-from fedsolve.types import PRNGKey, PyTree, Round, Vector
+from fedsolve.types import Function, PRNGKey, PyTree, Round, Vector
 
 Direction = Callable[[Vector, PRNGKey], Vector]  # w, key -> a descent direction there
 Carry = tuple[Vector, Vector, optax.OptState]
@@ -125,9 +125,7 @@ def descend(
     return take_steps(*given)[0]
 
 
-def run_steps(
-    client: Client, steps: Steps, key: PRNGKey, body: Callable[..., Any], start: PyTree
-) -> PyTree:
+def run_steps(client: Client, steps: Steps, key: PRNGKey, body: Function, start: PyTree) -> PyTree:
     """Run the loop of the steps, or of the minibatches of the passes."""
     if not isinstance(steps, Epochs):
         return client.repeat(steps, body, start)

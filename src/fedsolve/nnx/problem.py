@@ -7,7 +7,7 @@ of the module's attributes; keys follow from that of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from fedsolve.fields import check_kind
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.problem import Problem
 from fedsolve.solving.result import Run
-from fedsolve.types import PRNGKey, PyTree
+from fedsolve.types import Function, PRNGKey, PyTree
 
 try:
     from flax import nnx  # pyright: ignore[reportMissingImports]
@@ -31,11 +31,11 @@ def problem(
     module: object,
     loss: object,
     clients: PyTree,
-    constraint: Constraint | Callable[..., Any] | None = None,
+    constraint: Constraint | Function | None = None,
     *,
     test: PyTree = None,
-    metrics: Mapping[str, Callable[..., Any]] | None = None,
-    representation: Callable[..., Any] | None = None,
+    metrics: Mapping[str, Function] | None = None,
+    representation: Function | None = None,
     **options: Any,
 ) -> Problem:
     """Make a `Problem` whose parameters are the module's `nnx.Param`s.
@@ -173,7 +173,7 @@ class _Model:
         graph = self._resting if key is None else self._graph
         return nnx.merge(graph, own_params, keys, self._sown, own_state)
 
-    def function(self, function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
+    def function(self, function: Function, moves: bool) -> Function:
         """Return a function of (model, data) as one of (params, data, key, state), as in `Problem`.
 
         If `moves`, it returns the next state, too.
@@ -191,7 +191,7 @@ class _Model:
         found.model_name = self.name  # type: ignore[attr-defined]
         return found
 
-    def in_evaluation(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def in_evaluation(self, function: Function) -> Function:
         """Return a function of (model, data) as one of (params, data, state), without a key."""
         if self.state is None:
             return lambda params, data: function(self.at(params, None, None), data)

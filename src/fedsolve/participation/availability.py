@@ -233,7 +233,9 @@ class DayNight(Availability):
     day: Each = eqx.field(converter=_probability("day"))
     night: Each = eqx.field(converter=_probability("night"))
     period: Scalar = eqx.field(converter=scalar("period"), default=24.0)
-    phase: Each | list | None = None
+    phase: Each | None = eqx.field(
+        converter=lambda value: None if value is None else _numbers(value, "phase"), default=None
+    )
 
     def __check_init__(self):
         check_positive("period", self.period)

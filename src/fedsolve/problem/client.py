@@ -186,7 +186,7 @@ class Client:
         return rows.reshape(len(rows), -1), real / jnp.sum(real)
 
     def constraint(
-        self, w: Vector, focus: PyTree = None, key: PRNGKey | None = None
+        self, w: Vector, *, focus: PyTree = None, key: PRNGKey | None = None
     ) -> Float[Array, ""]:
         """Compute this client's part of g(w), whose gradient it follows to reduce g.
 
@@ -204,7 +204,7 @@ class Client:
         return self._constraint.local(self._params(w), self._draw_samples(key), focus)
 
     def constraint_grad(
-        self, w: Vector, focus: PyTree = None, key: PRNGKey | None = None
+        self, w: Vector, *, focus: PyTree = None, key: PRNGKey | None = None
     ) -> Vector:
         """Compute ∇g_j(w).
 

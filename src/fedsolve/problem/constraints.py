@@ -24,13 +24,11 @@ from jaxtyping import Array, Float
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Number, PyTree
+from fedsolve.types import Function, Number, PyTree
 
 Weights = Float[Array, " m"] | None
 Scale = Number | int | None
-Exact = Callable[
-    ..., Callable[..., Any]
-]  # function, sums=False -> the same, exact on padded samples
+Exact = Callable[..., Function]  # function, sums=False -> the same, exact on padded samples
 
 
 class Constraint(eqx.Module):
@@ -202,7 +200,7 @@ class Maximum(Constraint):
 
     parts: tuple[Constraint, ...]
 
-    def __init__(self, *parts: Constraint | Callable[..., Any]):
+    def __init__(self, *parts: Constraint | Function):
         if not parts:
             raise InvalidInput("Maximum needs at least one constraint.")
         self.parts = tuple(as_constraint(part) for part in parts)
@@ -234,6 +232,6 @@ class Maximum(Constraint):
         return Maximum(*(part.adapt(exact) for part in self.parts))
 
 
-def as_constraint(constraint: Constraint | Callable[..., Any]) -> Constraint:
+def as_constraint(constraint: Constraint | Function) -> Constraint:
     """Return a user's constraint as a `Constraint`; a plain function is a `Mean`."""
     return constraint if isinstance(constraint, Constraint) else Mean(constraint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
-from fedsolve.types import PyTree, Vector
+from fedsolve.types import Function, PyTree, Vector
 
-Which = Sequence[str] | Callable[..., Any] | None  # names of leaves, or a function of (name, leaf)
+Which = Sequence[str] | Function | None  # names of leaves, or a function of (name, leaf)
 SHARED, PERSONAL, FROZEN = "shared", "personal", "frozen"
 
 
@@ -155,7 +155,7 @@ def is_parameter(leaf: object) -> bool:
 
 
 def as_device_array(
-    tree: PyTree, dtype: DTypeLike | None = None, make: Callable[..., Any] = jnp.asarray
+    tree: PyTree, dtype: DTypeLike | None = None, make: Function = jnp.asarray
 ) -> PyTree:
     """Return arrays and floating-point numbers as JAX arrays, floating ones in `dtype` if given."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +25,7 @@ from jaxtyping import Array, Float
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.samples import Samples, full_mask, has_rows, is_pieces
-from fedsolve.types import PyTree, Vector
+from fedsolve.types import Function, PyTree, Vector
 
 PART = 64  # rows of a part of a client's samples
 
@@ -143,7 +142,7 @@ class PerClient(eqx.Module):
 
 def per_client(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     params: PyTree,
     stacked: Samples,
     sums: bool = False,
@@ -187,7 +186,7 @@ def per_client(
     return PerClient(function, False, averages, *extra)
 
 
-def is_random(function: Callable[..., Any]) -> bool:
+def is_random(function: Function) -> bool:
     """Return whether a function of (params, data) takes a key as its third argument.
 
     That is an argument named `key`, or one that has no default.
@@ -204,8 +203,8 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def _in_evaluation(
-    function: Callable[..., Any], is_random: bool, has_state: bool, moves: bool, state: PyTree
-) -> Callable[..., Any]:
+    function: Function, is_random: bool, has_state: bool, moves: bool, state: PyTree
+) -> Function:
     """Return the function of (params, data) that evaluation uses."""
 
     def plain(params: PyTree, data: PyTree) -> PyTree:
@@ -244,9 +243,7 @@ def _check_average(name: str, wrapped: PerClient, params: PyTree, stacked: Sampl
             )
 
 
-def _entries_used(
-    function: Callable[..., Any], params: PyTree, data: dict[str, PyTree]
-) -> set[str]:
+def _entries_used(function: Function, params: PyTree, data: dict[str, PyTree]) -> set[str]:
     """Return the names of the entries of `data` that the function's value depends on."""
     numbers, rest = eqx.partition(params, eqx.is_array_like)  # a model may hold functions, too
     jaxpr = jax.make_jaxpr(lambda p, d: function(eqx.combine(p, rest), d))(numbers, data).jaxpr

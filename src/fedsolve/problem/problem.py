@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem.client import Client
+from fedsolve.problem.columns import check_columns
 from fedsolve.problem.constraints import Constraint, as_constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
@@ -30,7 +31,7 @@ from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
 from fedsolve.problem.samples import Samples, full_mask
 from fedsolve.problem.stacking import as_samples, pool
-from fedsolve.types import Personal, PRNGKey, PyTree, Vector
+from fedsolve.types import Function, Personal, PRNGKey, PyTree, Vector
 
 BUFFERS = ("average", "local", "frozen")
 
@@ -121,17 +122,17 @@ class Problem(eqx.Module):
 
     def __init__(
         self,
-        objective: Callable[..., Any],
+        objective: Function,
         clients: PyTree,
         params: PyTree,
-        constraint: Constraint | Callable[..., Any] | None = None,
-        domain: Domain | Callable[..., Any] = WholeSpace(),  # noqa: B008 (immutable)
+        constraint: Constraint | Function | None = None,
+        domain: Domain | Function = WholeSpace(),  # noqa: B008 (immutable)
         batch_size: int | None = None,
         test: PyTree = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Function] | None = None,
         optimum: float | int | None = None,
         validation: PyTree = None,
-        representation: Callable[..., Any] | None = None,
+        representation: Function | None = None,
         drop_last: bool = False,
         state: PyTree = None,
         buffers: str = "average",
@@ -326,7 +327,7 @@ class Problem(eqx.Module):
         """
         return self._made(self.given[0], clients)
 
-    def with_objective(self, objective: Callable[..., Any]) -> Problem:
+    def with_objective(self, objective: Function) -> Problem:
         """Return the same problem with another objective.
 
         Args:
@@ -337,7 +338,7 @@ class Problem(eqx.Module):
         """
         return self._made(objective, self.samples)
 
-    def _made(self, objective: Callable[..., Any], clients: PyTree) -> Problem:
+    def _made(self, objective: Function, clients: PyTree) -> Problem:
         options = {"batch_size": self.batch_size, "test": self.test, "metrics": dict(self.metrics)}
         options |= {"validation": self.validation, "representation": self.representation}
         options |= {"drop_last": self.drop_last, "state": self.state, "buffers": self.buffers}
@@ -429,7 +430,7 @@ def _fixed(which: object) -> Any:
 
 def _checked(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     params: PyTree,
     samples: Samples,
     sums: bool = False,
@@ -439,6 +440,7 @@ def _checked(
     """Return a user's function made exact on padded samples; raise if it returns no scalar."""
     if not callable(function):
         raise InvalidInput(f"The {name} must be a function of (params, data), got {function!r}.")
+    check_columns(name, function, params, samples.values)
     try:
         exact = per_client(name, function, params, samples, sums, state, moves)
         one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), samples)
@@ -485,6 +487,9 @@ def _check_state(name: str, exact: PerClient, params: PyTree, one: Samples) -> N
 def _check_params(params: PyTree) -> None:
     """Raise if there are no parameters, or they are not finite floating-point numbers."""
     if Layout.of(params).size == 0:
+        kinds = {str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if np.size(leaf)}
+        if kinds & {"int32", "int64"}:
+            raise InvalidInput("params are integers; parameters are floating-point numbers.")
         raise InvalidInput("params is empty: it has no floating-point arrays to optimise.")
     for path, leaf in jax.tree.leaves_with_path(params):
         name = "params" + jax.tree_util.keystr(path)
@@ -505,6 +510,9 @@ def _check_clients(samples: Samples) -> None:
         raise InvalidInput("There are no clients: their data are empty.")
     first, count = leaves[0][0], None
     for name, leaf in leaves:
+        kind = getattr(leaf, "dtype", None)
+        if isinstance(kind, np.dtype) and kind.kind in "OSUMm":  # objects, texts, dates
+            raise InvalidInput(f"{name} is of type {kind}; data are numbers: encode it.")
         if np.ndim(leaf) == 0:
             raise InvalidInput(f"{name} is a scalar; every leaf needs a leading client axis.")
         count = len(leaf) if count is None else count

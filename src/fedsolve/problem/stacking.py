@@ -169,10 +169,15 @@ def _check_same_shapes(arrays: Sequence[PyTree]) -> None:
         for (path, leaf), wanted in zip(jax.tree.leaves_with_path(client), first, strict=True):
             if (leaf.shape[1:], leaf.dtype) != (wanted.shape[1:], wanted.dtype):
                 name = jax.tree_util.keystr(path) or "its data"
+                what = "shape" if leaf.shape[1:] != wanted.shape[1:] else "type"
+                first, other = (
+                    (wanted.shape[1:], leaf.shape[1:])
+                    if what == "shape"
+                    else (wanted.dtype, leaf.dtype)
+                )
                 raise InvalidInput(
-                    "Clients' samples must have the same shape and type: those of client 0 in "
-                    f"{name} are {wanted.shape[1:]} of {wanted.dtype}, those of client {index} "
-                    f"{leaf.shape[1:]} of {leaf.dtype}."
+                    f"Clients' samples must have the same {what}: {name} of client 0 has {what} "
+                    f"{first}, {name} of client {index} has {what} {other}."
                 )
 
 

@@ -73,7 +73,7 @@ class Agent(Client):
         return -trajectories.per_episode(jnp.ones_like(trajectories.costs))
 
     def constraint(
-        self, w: Vector, focus: PyTree = None, key: PRNGKey | None = None
+        self, w: Vector, *, focus: PyTree = None, key: PRNGKey | None = None
     ) -> Float[Array, ""]:
         """Estimate E[cost] − d_i from steps drawn for it."""
         return self._excess(self._play(w, key))
@@ -89,7 +89,7 @@ class Agent(Client):
         return self._drawn_direction(w, 0.0, key)
 
     def constraint_grad(
-        self, w: Vector, focus: PyTree = None, key: PRNGKey | None = None
+        self, w: Vector, *, focus: PyTree = None, key: PRNGKey | None = None
     ) -> Vector:
         """Compute the direction for the cost alone, from steps drawn for it."""
         return self._drawn_direction(w, 1.0, key)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -28,15 +27,16 @@ from fedsolve.problem.constraints import Statistics
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.stacking import stack_clients
 from fedsolve.problems.fairness import CONSTRAINTS, Sums, cross_entropy, gap
+from fedsolve.types import Table
 
 Rows = dict[str, PyTree]  # of one client, with their mask
 MODELS = ("logistic", "network")
 
 
 def tabular(
-    features: dict[str, dict[str, Any]],
-    label: dict[str, Any],
-    group: dict[str, Any] | None = None,
+    features: dict[str, Table],
+    label: Table,
+    group: Table | None = None,
     folder: str | Path | None = None,
     fitted: dict[str, dict[str, float | int]] | None = None,
     model: str = "logistic",
@@ -116,7 +116,7 @@ def tabular(
     )
 
 
-def tabular_sums(features: dict[str, dict[str, Any]], label: dict[str, Any]) -> Problem:
+def tabular_sums(features: dict[str, Table], label: Table) -> Problem:
     """Sum numbers over all sites, from which `tabular` gets its means and deviations.
 
     The objective is f_j(w) = −⟨w, s_j⟩ with client j's sums s_j, so that a step of size 1 from 0

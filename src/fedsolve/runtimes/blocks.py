@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +13,14 @@ from jaxtyping import Array, Int
 
 from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.sharding import shared
-from fedsolve.types import Cohort, Flags, PyTree, Round
+from fedsolve.types import Cohort, Flags, Function, PyTree, Round
 
 TOGETHER = 2**25  # bytes of clients' data up to which a cohort is computed in one piece,
 BLOCK = 2**22  # and bytes of a block where there are more (benchmarks/fedadmm_scale.py)
 
 
 def map_clients(
-    function: Callable[..., Any],
+    function: Function,
     cohort: Cohort,
     data: PyTree,
     options: RoundOptions,
@@ -75,7 +73,7 @@ def map_clients(
 
 
 def _on_each_device(
-    function: Callable[..., Any], cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool
+    function: Function, cohort: Cohort, data: PyTree, options: RoundOptions, rows: bool
 ) -> PyTree:
     """Compute an equal part of the cohort on each device.
 
@@ -102,7 +100,7 @@ def _on_each_device(
 
 
 def _where_data_are(
-    function: Callable[..., Any], cohort: Array, data: PyTree, size: int, mesh: Mesh
+    function: Function, cohort: Array, data: PyTree, size: int, mesh: Mesh
 ) -> PyTree:
     """Compute each client on the device that has its data, so that large data are not moved.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from fedsolve.types import PyTree
+from fedsolve.types import Function, PyTree
 
 
 def keep_compiled_programs() -> None:
@@ -52,7 +51,7 @@ def _program(fixed: _Fixed, arrays: list[Array], *arguments: PyTree) -> PyTree:
     return function(*jax.tree.unflatten(structure, leaves), *arguments)
 
 
-def prepared(function: Callable[..., Any], *fixed: PyTree) -> Callable[..., Any]:
+def prepared(function: Function, *fixed: PyTree) -> Function:
     """Compile `function(*fixed, *arguments)` for many short calls.
 
     The fixed arguments are flattened once, where `eqx.filter_jit` would do so in each call. Arrays

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -33,7 +32,7 @@ from fedsolve.runtimes.chunks import Spans, padded
 from fedsolve.runtimes.evaluation import GRADIENTS, evaluate_state
 from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
-from fedsolve.types import Cohort, Flag, Flags, Info, PyTree, Reply, Round, Vector
+from fedsolve.types import Cohort, Flag, Flags, Function, Info, PyTree, Reply, Round, Vector
 
 
 class Simulation(Federation):
@@ -213,7 +212,7 @@ def reuses_gradients(problem: Problem, algorithm: Algorithm, options: RoundOptio
     return gradients <= data / 8
 
 
-def _traced(function: Callable[..., Any], *given: PyTree) -> tuple[Callable[..., Any], PyTree]:
+def _traced(function: Function, *given: PyTree) -> tuple[Function, PyTree]:
     """Trace a function once for arguments of these shapes; also return the shapes of its result."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
     run, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)

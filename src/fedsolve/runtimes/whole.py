@@ -8,18 +8,18 @@ slower (benchmarks/fedadmm_scale.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from fedsolve.types import PyTree
+from fedsolve.types import Function, PyTree
 
 SHARE = 8  # the largest result may be one part of so many of the data
 
 
-def is_light(function: Callable[..., Any], *arguments: PyTree) -> bool:
+def is_light(function: Function, *arguments: PyTree) -> bool:
     """Return whether no array that a function makes has more than an eighth of its arguments' size.
 
     Args:

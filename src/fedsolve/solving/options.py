@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -14,13 +13,13 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.clock import Clock, check_clock
 from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
 from fedsolve.federation.state import State
-from fedsolve.fields import check_count, check_kind
+from fedsolve.fields import check_count, check_kind, check_seed
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import Devices, mesh_of
 from fedsolve.solving.checkpoint import Checkpoint, fingerprint, how_often, load
 from fedsolve.solving.stopping import check_stop, for_problem
-from fedsolve.types import Table
+from fedsolve.types import Function, Table
 
 RUNTIMES = ("compiled", "debug", "streamed")
 Progress = Callable[[int, int, History], object]  # rounds done, rounds, newest entries
@@ -53,6 +52,7 @@ class Options:
         check_kind("problem", problem, Problem)
         check_kind("algorithm", algorithm, Algorithm)
         check_count("rounds", self.rounds)
+        check_seed(self.seed)
         check_count("evaluate_every", self.evaluate_every)
         if self.clients_at_once is not None:
             check_count("clients_at_once", self.clients_at_once)
@@ -121,7 +121,7 @@ class Options:
     @property
     def followed(self) -> Follow:
         """What is to be followed, in a form that a compiled program can be kept for."""
-        found: list[tuple[str, Callable[..., Any]]] = []
+        found: list[tuple[str, Function]] = []
         for name, function in (self.follow or {}).items():
             if not callable(function):
                 raise InvalidInput(

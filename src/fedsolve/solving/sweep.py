@@ -21,6 +21,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.clock import Clock
 from fedsolve.federation.options import RoundOptions, Stop
 from fedsolve.federation.state import State
+from fedsolve.fields import check_seed
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.chunks import SLOTS, Spans, padded, spans_of
 from fedsolve.runtimes.history import History, host_history, joined
@@ -102,7 +103,8 @@ def sweep(
         follow=follow,
         clock=clock,
     )
-    for _, changed, _, number in cells:
+    for _, changed, seed, number in cells:
+        check_seed(seed)
         options.check(problems[number], changed)
     grid_of_runs = _Grid(problems, cells, options)
     return Sweep(grid_of_runs.run())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from fedsolve.torch.callback import call
 from fedsolve.torch.module import Network, as_array
 from fedsolve.torch.pool import Clients
 from fedsolve.torch.randomness import seeded
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import Function, PRNGKey, Vector
 
 Host = Shaped[np.ndarray, "..."]
 Words = UInt32[np.ndarray, "2"] | None  # of a key; None in evaluation
@@ -99,7 +99,7 @@ class Called:
     def __init__(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Function,
         copies: Copies,
         samples: Samples,
         entry: str | None = None,
@@ -312,7 +312,7 @@ class Metric(Value):
         return self.called(params, data, None, extra[-1] if extra else None)[0]
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: Function) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from fedsolve.torch.export import CannotCompile, Program, meta, trace, traced_te
 from fedsolve.torch.interpret import run
 from fedsolve.torch.module import Network
 from fedsolve.torch.operators.table import DrawsRandom
-from fedsolve.types import PRNGKey, PyTree
+from fedsolve.types import Function, PRNGKey, PyTree
 
 State = Mapping[str, Any]  # arrays by name
 BATCH = (
@@ -48,7 +48,7 @@ class Compiled:
     def __init__(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Function,
         network: Network,
         samples: Samples,
         entry: str | None = None,

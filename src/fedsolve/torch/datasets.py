@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.problem.samples import Mask, Samples
 from fedsolve.torch.called import Host
 from fedsolve.torch.randomness import seeded
+from fedsolve.types import Function
 
 DATASET = "dataset"  # the entry of the clients' data with the number of a client's Dataset
 
@@ -41,7 +42,7 @@ class Datasets:
             )
         return torch.utils.data.Subset(dataset, np.asarray(order)[mask.astype(bool)].tolist())
 
-    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def within(self, function: Function) -> Function:
         """Return a function of (module, numbers) for one of (module, Dataset)."""
         if not callable(function):
             raise InvalidInput(f"A function of (module, data) is needed, got {function!r}.")

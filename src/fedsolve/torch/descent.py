@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -31,6 +31,7 @@ from fedsolve.torch.called import (
 )
 from fedsolve.torch.module import Network
 from fedsolve.torch.pool import Clients
+from fedsolve.types import Function
 
 
 class Objective(Loss):
@@ -152,12 +153,12 @@ class _Walk:
 
 def callback_problem(
     module: torch.nn.Module,
-    loss: Callable[..., Any],
-    constraint: Constraint | Callable[..., Any] | None,
+    loss: Function,
+    constraint: Constraint | Function | None,
     samples: Samples,
     entry: str | None,
     test: PyTree,
-    metrics: Mapping[str, Callable[..., Any]] | None,
+    metrics: Mapping[str, Function] | None,
     options: Mapping[str, Any],
     smooth: bool = True,
 ) -> Problem:
@@ -177,7 +178,7 @@ def callback_problem(
     copies = Copies(Network(module))
     local: list[Called] = []
 
-    def called(name: str, function: Callable[..., Any], sums: bool = False) -> Called:
+    def called(name: str, function: Function, sums: bool = False) -> Called:
         local.append(Called(name, function, copies, samples, entry, smooth))
         local[-1].returned  # noqa: B018 (runs the function on all clients' data)
         return local[-1]

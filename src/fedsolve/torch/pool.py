@@ -11,11 +11,13 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+from fedsolve.types import Function
 
 TRIALS = 2  # timed calls of each kind, after one that is not timed
 
@@ -58,7 +60,7 @@ class Clients:
         function: The function of one client's arguments. It must not wait for JAX.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Function):
         self.function = function
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # per client, if together
         self._warm = False

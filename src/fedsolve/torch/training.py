@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -44,14 +44,15 @@ from fedsolve.torch.pool import Clients
 from fedsolve.torch.problem import network_of
 from fedsolve.torch.problem import problem as module_problem
 from fedsolve.torch.trainer import Trainer
+from fedsolve.types import Function
 
 
 def training(
     module: Any,
     train: Any,
     clients: PyTree = None,
-    loss: Callable[..., Any] | None = None,
-    constraint: Constraint | Callable[..., Any] | None = None,
+    loss: Function | None = None,
+    constraint: Constraint | Function | None = None,
     *,
     train_constraint: Any = None,
     **options: Any,
@@ -132,9 +133,9 @@ def training(
 
 def _of_datasets(
     module: torch.nn.Module,
-    loss: Callable[..., Any],
+    loss: Function,
     datasets: Datasets,
-    constraint: Constraint | Callable[..., Any] | None,
+    constraint: Constraint | Function | None,
     options: dict[str, Any],
 ) -> Problem:
     """Make the problem whose clients have Datasets, for evaluation."""
@@ -192,7 +193,7 @@ class Trained:
 
     trains_itself: ClassVar[bool] = True
 
-    def __init__(self, objective: Callable[..., Any], trainers: Sequence[Trainer]):
+    def __init__(self, objective: Function, trainers: Sequence[Trainer]):
         self.objective = objective
         self.trainers = tuple(trainers)
         self._calls = {

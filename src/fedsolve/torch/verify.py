@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from fedsolve.problem.samples import Mask, Samples, counts, has_rows
 from fedsolve.torch.compiled import Compiled
 from fedsolve.torch.export import CannotCompile
 from fedsolve.torch.module import Network, as_array
+from fedsolve.types import Function
 
 Array = Shaped[np.ndarray, "..."]
 CPU = " Fedsolve places data and parameters itself: leave them where they are."
@@ -32,7 +32,7 @@ class Found:
 
 def check_function(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     network: Network,
     samples: Samples,
     entry: str | None = None,
@@ -93,7 +93,7 @@ def check_function(
 
 def _called(
     name: str,
-    function: Callable[..., Any],
+    function: Function,
     module: torch.nn.Module,
     one: Samples,
     entry: str | None,
