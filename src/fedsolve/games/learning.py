@@ -8,12 +8,14 @@ which is increasing and concave in n.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar, check_positive, scalar
@@ -52,8 +54,9 @@ class LearningCurve(eqx.Module):
         check_positive("scale", self.scale)
         check_positive("rate", self.rate)
 
-    def __call__(self, n: Float[Array, "..."] | float) -> Float[Array, "..."]:
+    def __call__(self, n: Numbers | float | int) -> Float[Array, "..."]:
         """Compute the accuracy with n samples, one number or several."""
+        n = jnp.asarray(n, jnp.result_type(float))
         return jnp.asarray(self.top - self.gap * (1 + n / self.scale) ** (-self.rate))
 
 
@@ -155,15 +158,20 @@ def fit_learning_curve(samples: ArrayLike, accuracy: ArrayLike) -> FittedCurve:
     return FittedCurve(fitted, n, error, float(misfit))
 
 
+def _curve(value: object) -> Callable[..., Any]:
+    """Return a function of the number of samples, or raise."""
+    if not callable(value):
+        raise InvalidInput(
+            f"curve must be a LearningCurve or a function of a number, got {value!r}."
+        )
+    return value
+
+
 class _CurvePayoff(Part):
     """A payoff that depends on a learning curve."""
 
-    curve: LearningCurve
+    curve: Callable[..., Any] = eqx.field(converter=lambda value: _curve(value))
     reward: Numbers = eqx.field(converter=numbers("reward", 1), default=1.0)
-
-    def __check_init__(self):
-        if not callable(self.curve):
-            raise InvalidInput("curve must be a LearningCurve, or a function of a number.")
 
     @property
     def players(self) -> int | None:
@@ -247,7 +255,7 @@ class ShapleyPayoff(_CurvePayoff):
         orders = np.stack([*half, *(order[::-1] for order in half)])
         places = np.argsort(orders, axis=1)  # of each player in each order
 
-        def one(order: Array, place: Array) -> Players:
+        def one(order: Int[Array, " m"], place: Int[Array, " m"]) -> Players:
             own = N[order]
             before = (jnp.cumsum(own) - own)[place]
             return self.curve(before + y) - self.curve(before)

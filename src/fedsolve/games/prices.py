@@ -7,9 +7,13 @@ players that are not at a bound, F_i(N*) = π_i, so with the Jacobian J of F
 
     dN*/dπ = J_AA⁻¹   for the free players A, else 0,
 
-which gives the gradients of value and budget. The problem is not convex: a player that would
-contribute its least number of samples anyway is cheaper without a price. So it is solved from
-several starts, one for each number of players that are paid at first.
+which gives the gradients of value and budget. Since π_i = F_i(N) there, it is also a problem in N,
+
+    maximise V(N)   subject to   Σ_i max(F_i(N), 0) N_i ≤ B   over the players that are paid,
+
+which is convex for players with convex costs of their own and a concave V. In general it is not: a
+player that would contribute its least number of samples anyway is cheaper without a price. So both
+forms are solved from several starts, one for each number of players that are paid at first.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
@@ -110,6 +114,7 @@ def best_prices(
         start = solver.exhaust(paid, budget)
         candidates.append(start)
         candidates.append(solver.improve(start[0], budget))
+        candidates.append(solver.choose(paid > 0, start[1], budget))
     allowed = [c for c in candidates if c[0] @ c[1] <= budget * (1 + 1e-9)]
     prices, N = max(allowed, key=lambda c: solver.worth(c[1]))
     return solver.result(*solver.trimmed(prices, N), uniform=uniform)
@@ -225,6 +230,55 @@ class _Leader:
         if prices @ N <= budget:
             return prices, N
         return self.exhaust(prices / max(prices.max(), 1e-300), budget)
+
+    def choose(
+        self, paid: Bool[np.ndarray, " m"], start: Profile, budget: float
+    ) -> tuple[Profile, Profile]:
+        """Solve for the contributions of the players that are paid, and set their prices."""
+        import scipy.optimize
+
+        width = np.maximum(self._upper - self._lower, 1e-300)[paid]
+        scale = max(abs(self.worth(start)), 1e-12)
+
+        def at(x: Profile) -> Profile:
+            N = self._lower.copy()
+            N[paid] += x * width
+            return N
+
+        def loss(x: Profile) -> tuple[float, Profile]:
+            N = at(x)
+            with jax.enable_x64(True):
+                worth, slope = self._value(jnp.asarray(N))
+            return -float(worth) / scale, -np.asarray(slope)[paid] * width / scale
+
+        def left(x: Profile) -> float:
+            N = at(x)
+            return 1 - float(np.maximum(self.slopes(N), 0)[paid] @ N[paid]) / budget
+
+        def left_slope(x: Profile) -> Profile:
+            N = at(x)
+            F = self.slopes(N)
+            with jax.enable_x64(True):
+                jacobian = np.asarray(self._jacobian(self._placed, jnp.asarray(N)))
+            counted = np.where(paid & (F > 0), N, 0)
+            return -(np.maximum(F, 0) + jacobian.T @ counted)[paid] * width / budget
+
+        found = scipy.optimize.minimize(
+            loss,
+            np.clip((start[paid] - self._lower[paid]) / width, 0, 1),
+            jac=True,
+            method="SLSQP",
+            bounds=[(0.0, 1.0)] * int(paid.sum()),
+            constraints={"type": "ineq", "fun": left, "jac": left_slope},
+            options={"maxiter": 200, "ftol": 1e-12},
+        )
+        wanted = at(np.clip(found.x, 0, 1))
+        above = paid & (wanted > self._lower + 1e-9 * (self._upper - self._lower))
+        prices = np.where(above, np.maximum(self.slopes(wanted), 0), 0.0)
+        N = self.equilibrium(prices)
+        if prices @ N <= budget or not prices.any():
+            return prices, N
+        return self.exhaust(prices / prices.max(), budget)
 
     def _bounds(self) -> list[tuple[float, float]]:
         return list(zip(self._lower, self._upper, strict=True))

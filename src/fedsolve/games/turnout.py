@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
@@ -41,7 +42,7 @@ class Turnout(Part):
     weights: Numbers = eqx.field(converter=numbers("weights", 1))
 
     def alone(self, N: Players, y: Players) -> Players:
-        def case(there: Players) -> Players:
+        def case(there: Shaped[Array, " m"]) -> Players:
             here = there.astype(N.dtype)
             return self.part.alone(N * here, y * here)
 
