@@ -205,7 +205,8 @@ def test_late_answers_count_in_the_next_round(problem):
     # nothing is lost: what the server does not have yet, it has kept for the next round
     server = run.state.server
     held = np.asarray(server.total) + np.asarray(server.late[0])
-    np.testing.assert_allclose(held, np.sum(run.state.clients.sent, axis=0), atol=1e-10)
+    everyone = np.asarray(run.state.clients.sent).sum(axis=0)
+    np.testing.assert_allclose(held, everyone, atol=1e-10)
     # the clock waits for two answers only, and all four are paid for
     waited = solve(
         problem,
