@@ -33,6 +33,7 @@ from fedsolve.games.game import Game, Profile, in_double
 from fedsolve.games.parts import Players, PricePerSample
 
 _HALVINGS = 50
+Chosen = Float[np.ndarray, " p"]  # a number for each player that is paid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,22 +241,22 @@ class _Leader:
         width = np.maximum(self._upper - self._lower, 1e-300)[paid]
         scale = max(abs(self.worth(start)), 1e-12)
 
-        def at(x: Profile) -> Profile:
+        def at(x: Chosen) -> Profile:
             N = self._lower.copy()
             N[paid] += x * width
             return N
 
-        def loss(x: Profile) -> tuple[float, Profile]:
+        def loss(x: Chosen) -> tuple[float, Chosen]:
             N = at(x)
             with jax.enable_x64(True):
                 worth, slope = self._value(jnp.asarray(N))
             return -float(worth) / scale, -np.asarray(slope)[paid] * width / scale
 
-        def left(x: Profile) -> float:
+        def left(x: Chosen) -> float:
             N = at(x)
             return 1 - float(np.maximum(self.slopes(N), 0)[paid] @ N[paid]) / budget
 
-        def left_slope(x: Profile) -> Profile:
+        def left_slope(x: Chosen) -> Chosen:
             N = at(x)
             F = self.slopes(N)
             with jax.enable_x64(True):
