@@ -25,7 +25,7 @@ PLAYERS, BUDGET, OUTSIDE, REWARD = tiny((20, 40.0, 1.0, 1.0), (4, 40.0, 1.0, 1.0
 SIZES = tiny((20, 40, 80, 160, 320, 640, 1280, 2560), (10, 20, 40, 80))
 REPEATS, TESTED, MOST = tiny((5, 5000, 200), (2, 200, 40))
 HALVINGS = tiny(30, 6)
-Rule = Callable[[float], object]  # size -> payment
+Rule = Callable[[float], fs.games.Part]  # size -> payment
 
 
 def data(generated: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -73,7 +73,7 @@ def measured(trainer: Trainer) -> fs.games.FittedCurve:
     return found
 
 
-def largest(game: fs.Game, rule: Rule) -> object:
+def largest(game: fs.Game, rule: Rule) -> fs.games.Part:
     """The payment of a rule with the greatest size for which the budget is enough."""
 
     def spent(size: float) -> float:
@@ -101,7 +101,7 @@ def main(generated: bool) -> None:
         np.full(PLAYERS, float(MOST)),
     )
     best = fs.games.best_prices(game, BUDGET)
-    rules: dict[str, object] = {
+    rules: dict[str, fs.games.Part | None] = {
         "nothing": None,
         "one price": largest(game, lambda size: fs.games.PricePerSample(size)),
         "best prices": best.payment,

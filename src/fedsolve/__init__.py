@@ -11,11 +11,13 @@ if _FLAG not in _os.environ.get("XLA_FLAGS", ""):
 from fedsolve import (
     algorithms,
     compression,
+    constraints,
     experiments,
     games,
     local_updates,
     models,
     participation,
+    privacy,
     problems,
     theory,
 )
@@ -31,11 +33,14 @@ from fedsolve.fields import static
 from fedsolve.games import Game
 from fedsolve.local_updates import *  # noqa: F403
 from fedsolve.participation import Strategic, sample
+from fedsolve.privacy import *  # noqa: F403
 from fedsolve.problem import Client, Problem
 from fedsolve.problem.constraints import Constraint, Maximum, Mean, Statistics
+from fedsolve.problem.each_client import EachClient
 from fedsolve.problem.domains import Ball, Box, Domain, Simplex, WholeSpace
+from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import stack_clients
-from fedsolve.solving.result import Run, Sweep
+from fedsolve.solving.result import BestRound, Run, Sweep
 from fedsolve.solving.solve import solve
 from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.solving.sweep import sweep
@@ -44,6 +49,7 @@ __version__ = "0.2.0.dev0"
 
 __all__ = [
     "Ball",
+    "BestRound",
     "Box",
     "Client",
     "ClientError",
@@ -51,6 +57,7 @@ __all__ = [
     "Constraint",
     "Diverged",
     "Domain",
+    "EachClient",
     "Federation",
     "Follower",
     "Game",
@@ -66,6 +73,7 @@ __all__ = [
     "Reached",
     "Replies",
     "Run",
+    "Several",
     "Simplex",
     "Spent",
     "Stationary",
@@ -76,12 +84,14 @@ __all__ = [
     "Tracked",
     "Tracker",
     "WholeSpace",
+    "constraints",
     "datasets",
     "experiments",
     "games",
     "models",
     "participation",
     "partitions",
+    "privacy",
     "problems",
     "sample",
     "solve",
@@ -93,6 +103,7 @@ __all__ = [
 __all__ += algorithms.__all__
 __all__ += compression.__all__
 __all__ += local_updates.__all__
+__all__ += privacy.__all__
 
 
 def __getattr__(name: str):

@@ -52,6 +52,8 @@ def scalar(name: str) -> Callable[[object], Any]:
     def convert(value: object) -> object:
         if isinstance(value, bool | str) or value is None:
             raise InvalidInput(f"{name} must be a number, got {value!r}.")
+        if isinstance(value, list | tuple | dict):
+            raise InvalidInput(f"{name} must be one number, got {value!r}.")
         return float(value) if isinstance(value, int) else value
 
     return convert

@@ -13,6 +13,7 @@ from tests.support.documents import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 
 RUNS = {  # by the command: a text that it prints; None if it only writes a file
+    "adaptive_tolerance.py": "soft  0.1   0.99",
     "cartpole.py": "Gymnasium, one environment",
     "cartpole_pictures.py": "Written to cartpole-sensitivity.png",
     "cartpole_sensitivity.py out.csv 3 1 few": "2 settings × 1",
@@ -30,6 +31,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "fuzz_wire.py --questions": "200 inputs in",
     "games.py": "| Pigou's prices |",
     "gateway.py": "median ms a round",
+    "liars.py": "| collusion |",
     "limits.py FedSGM MOON --out out.json": "| FedSGM |",
     "million.py": "clients that have a state",
     "mutants.py storage/atomic.py": "killed, ",
@@ -38,14 +40,18 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "peers/run.py Fedsolve": "| Fedsolve | ",
     "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",
     "peers/run.py --work mnist Fedsolve": "| Fedsolve | ",
+    "privacy.py": "| FedAvg, everyone | inf |",
     "recorded.py fedsgm/table-1 {docs}/results/fedsgm-table-1.csv --command x --machine y": (
         "Written to reproduced"
     ),
     "scaling.py": "| strong | 1 |",
+    "secure_sum.py": "| 16 | 100 kB |",
     "torch_modules.py": "LSTM",
 }
 DATA = {"cifar_table.py": "mnist", "--work mnist": "mnist", "--work cifar10": "cifar10"}
 NEEDS = {
+    "privacy.py": "dp_accounting",
+    "secure_sum.py": "cryptography",
     "cartpole.py": "gymnasium",
     "deployment.py": "nvflare",
     "fuzz_wire.py": "nvflare",

@@ -22,6 +22,7 @@ from fedsolve.cli import main as cli
 from fedsolve.experiments import config
 from fedsolve.flare.site_config import check_data
 from fedsolve.papers import reproduce
+from fedsolve.problems.fairness import from_tables
 from tests.support import examples
 from tests.support.documents import ROOT, blocks
 
@@ -244,6 +245,19 @@ def test_the_page_on_problems_works():
     assert names["fitted"].score(x[0], y[0]) > 0.8
 
 
+def test_the_page_on_constraints_works(capsys):
+    names = {}
+    for block in blocks("docs/constraints.md"):
+        exec(block, names)
+    assert names["bound"].bound == 0.9
+    assert "True" in capsys.readouterr().out.splitlines()[0]
+    (file,) = blocks("docs/constraints.md", "toml")
+    tables = tomllib.loads(file)["problem"]["constraint"]
+    both = from_tables(tables, {"race and sex": ("code", ["a", "b"])})
+    assert isinstance(both, fs.Several)
+    assert both.tolerances == (0.0, 0.01)
+
+
 def test_the_page_on_training_works():
     names = {}
     for block in blocks("docs/training.md"):
@@ -326,7 +340,7 @@ def test_the_first_commands_work(fedsolve, tmp_path):
 
 def test_files_that_are_shown_are_understood(tmp_path):
     """Whole experiments, parts of one, federations, and what a site's owner writes."""
-    own_tests = ("docs/tutorials/torch.md", "docs/tables.md")
+    own_tests = ("docs/tutorials/torch.md", "docs/tables.md", "docs/constraints.md")
     pages = [page for page in PAGES if page not in own_tests]
     shown = [tomllib.loads(block) for page in pages for block in blocks(page, "toml")]
     assert len(shown) >= 5

@@ -103,13 +103,22 @@ def test_two_rounds_of_averaging_give_the_sums(folder):
             assert value == pytest.approx(expected[name][key], rel=1e-14)
 
 
-def test_a_deployment_from_own_files_gives_the_simulations_numbers(folder, tmp_path):
+TABLES = [
+    {"kind": "equal_opportunity", "at_most": 0.1, "tolerance": 0.02},
+    {"kind": "sensitivity", "at_least": 0.6, "per": "client"},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"constraint": "demographic_parity", "bound": 0.1}, {"constraint": TABLES}],
+    ids=["gap", "by name"],
+)
+def test_a_deployment_from_own_files_gives_the_simulations_numbers(folder, tmp_path, options):
     """Sites read their own files; six clients at four sites."""
-    problem = hospitals.problem(folder, constraint="demographic_parity", bound=0.1, batch_size=8)
+    problem = hospitals.problem(folder, batch_size=8, **options)
     fitted = preprocessing_of(problem).fitted
-    blank = hospitals.problem(
-        None, constraint="demographic_parity", bound=0.1, batch_size=8, fitted=fitted
-    )
+    blank = hospitals.problem(None, batch_size=8, fitted=fitted, **options)
     files = sorted(folder.glob("*.csv"))
 
     class Own(Wires):
@@ -132,11 +141,62 @@ def test_a_deployment_from_own_files_gives_the_simulations_numbers(folder, tmp_p
     simulated = fs.solve(problem, algorithm, rounds=6, precision="float64")
     wires = Own(problem, algorithm, tmp_path)
     deployed, _ = deploy(blank, algorithm, wires, tmp_path / "server", 6)
-    for name in ("objective", "constraint"):
+    assert deployed.best.round == simulated.best.round
+    for name in simulated.history.keys() - {"uplink_error", "cohort"}:
+        if not name.startswith("constraint") and name not in ("objective", "equal_opportunity"):
+            continue
         np.testing.assert_allclose(
             deployed.history[name], simulated.history[name], rtol=0, atol=1e-12
         )
     np.testing.assert_array_equal(deployed.history["bytes_up"], simulated.history["bytes_up"])
+
+
+def test_a_constraint_from_a_table_is_that_of_the_function(folder):
+    problem = hospitals.problem(folder, constraint={"kind": "equal_opportunity", "at_most": 0.2})
+    bound = problem.constraint
+    assert isinstance(bound, fs.constraints.SampleMeans)
+    assert [cell.key for cell in bound.cells] == ["M", "F"]
+    assert (bound.label, bound.group, bound.bound) == ("y", "protected", 0.2)
+    several = hospitals.problem(folder, constraint=TABLES).constraint
+    assert isinstance(several, fs.Several)
+    assert several.tolerances == (0.02, 0.0)
+    assert isinstance(several.parts[1], fs.EachClient)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"kind": "equal_chances"}, "constraint.kind: 'equal_chances' is not a known constraint"),
+        ({"kind": "equal_opportunity"}, "constraint needs at_most"),
+        (
+            {"kind": "equal_opportunity", "at_most": 0.1, "group": "race"},
+            "constraint.group: 'race' is not a group of the data: 'sex'",
+        ),
+        ({"kind": "sensitivity", "at_least": 2.0}, "at_least is a rate, from 0 to 1"),
+        ({"kind": "sensitivity", "at_least": 0.5, "share": 0.5}, "share is for per"),
+        ([{"kind": "sensitivity"}], r"constraint\[0\] needs at_least"),
+        ([{"kind": 3}], r"constraint\[0\] takes a table with its kind"),
+        ([{"kind": "sensitivity", "at_least": 0.5, "groups": ["a"]}], "come with the data"),
+    ],
+)
+def test_a_table_that_is_wrong_is_told_in_one_sentence(folder, table, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        hospitals.problem(folder, constraint=table)
+
+
+def test_a_bound_beside_a_table_is_refused(folder):
+    with pytest.raises(fs.InvalidInput, match="give at_most in it"):
+        hospitals.problem(folder, constraint=TABLES, bound=0.1)
+
+
+def test_a_site_without_the_rows_of_a_rate_is_refused(tmp_path):
+    """Client 1 has nobody who died, so its own sensitivity is not known."""
+    for name, died in {"a": "yes", "b": "no"}.items():
+        (tmp_path / f"{name}.csv").write_text(f"x,y\n1,{died}\n2,no\n")
+    label = {"column": "y", "positive": "yes", "negative": "no"}
+    table = {"kind": "sensitivity", "at_least": 0.5, "per": "client"}
+    with pytest.raises(fs.InvalidInput, match="Client 1 has no samples for sensitivity of y = 1"):
+        fs.problems.tabular({"x": {"kind": "numeric"}}, label, folder=tmp_path, constraint=table)
 
 
 def test_logistic_regression_reaches_scikit_learns(folder):

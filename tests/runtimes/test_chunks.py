@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsolve.runtimes.chunks import SLOTS, padded, spans_of, split, until
+from fedsolve.runtimes.chunks import GRID, LAST, SLOTS, padded, spans_of, split, until
 
 RUNS = st.tuples(st.integers(0, 300), st.integers(1, 900), st.integers(1, 70))
 
@@ -24,7 +24,8 @@ def test_spans_end_at_multiples_of_a_number_and_at_the_last_round(run):
     assert covers(spans, first, first + more)
     assert (spans[:-1, 1] % every == 0).all()
     assert (spans[:, 1] - spans[:, 0] <= every).all()
-    assert (spans[:, 2] == 1).all()
+    wanted = np.where(spans[:, 1] % every == 0, GRID, LAST)
+    np.testing.assert_array_equal(spans[:, 2], wanted)
 
 
 @given(RUNS, st.integers(1, 400))

@@ -4,6 +4,7 @@ A new algorithm is a file in this folder and a name here: `fedsolve` exports eve
 `__all__`, and configuration files can name every algorithm among them.
 """
 
+from fedsolve.algorithms.adaptive import Adaptive
 from fedsolve.algorithms.balancing import ResidualBalancing
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
@@ -33,6 +34,7 @@ __all__ = [
     "MOON",
     "PPBC",
     "SCAFFOLD",
+    "Adaptive",
     "Algorithm",
     "Drawn",
     "FedADMM",

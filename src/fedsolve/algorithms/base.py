@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from fedsolve.compression.compressors import Identity
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import at
+from fedsolve.fields import Scalar, at
 from fedsolve.problem.problem import Problem
 from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
@@ -140,6 +140,12 @@ class Algorithm(eqx.Module):
     def limits(self) -> Info:
         """Return known limits of recorded quantities, by name; plots show them."""
         return {}
+
+    @property
+    def feasible_up_to(self) -> Scalar:
+        """The largest g(w) that counts as feasible: the algorithm's `tolerance`; 0 without one."""
+        tolerance = getattr(self, "tolerance", 0.0)
+        return getattr(tolerance, "tolerance", tolerance)  # of an `Adaptive` one, ε
 
     @property
     def trains_models(self) -> bool:

@@ -174,7 +174,7 @@ class CompressedTraining(LocalTraining):
         Returns:
             The next residual, and the packet.
         """
-        return with_feedback(self.uplink, residual, v, _after_steps(self, client))
+        return with_feedback(self.uplink, residual, v, _after_steps(self, client), client.clip)
 
 
 def _steps_of(

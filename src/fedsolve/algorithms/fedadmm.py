@@ -270,7 +270,8 @@ class FedADMM(Participating):
         )
 
         def changes(which: Flags | None = None) -> tuple[Vector, Number | int]:
-            found = replies.sum(None if which is None else which.astype(fed.w.dtype))
+            weights = None if which is None else jnp.asarray(which, fed.w.dtype)
+            found = replies.sum(weights)
             return found if message is not None else (found, 0)
 
         late = None
@@ -447,7 +448,7 @@ class FedADMM(Participating):
         """Return the next state, and what the server needs of it."""
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
-        packet = self.uplink(change, jax.random.fold_in(client.key, 0))
+        packet = client.limited(self.uplink(change, jax.random.fold_in(client.key, 0)))
         moved = Local(
             dual=jnp.where(joined, dual, state.dual),
             sent=state.sent + packet.dense(),

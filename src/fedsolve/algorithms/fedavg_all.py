@@ -78,5 +78,5 @@ class FedAvgAll(FedAvg):
         here = client.w - at(self.step_size, client.round) * self.descend(
             client, client.grad, Follows()
         )
-        packet = self.uplink(here - kept, self.after_steps(client))
+        packet = client.limited(self.uplink(here - kept, self.after_steps(client)))
         return kept + packet.dense(), packet

@@ -35,12 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fedsolve.algorithms.adaptive import Adaptive
 from fedsolve.algorithms.common import CompressedTraining
 from fedsolve.algorithms.guarantee import Guarantee
 from fedsolve.algorithms.participating import Drawn
-from fedsolve.algorithms.switching import Hard, Soft, Switching
+from fedsolve.algorithms.switching import AMONG, Hard, Soft, Switching, shares_among
 from fedsolve.compression.compressors import Compressor, Identity
 from fedsolve.compression.packets import Packet
+from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.fields import (
     Scalar,
@@ -52,9 +54,12 @@ from fedsolve.fields import (
     static,
 )
 from fedsolve.local_updates.optimizers import Optimizer, as_optimizer
+from fedsolve.participation.selection import Everyone, Random
+from fedsolve.participation.weighting import Uniform
 from fedsolve.problem.client import Client
 from fedsolve.problem.local_pass import Follows
 from fedsolve.problem.problem import Problem
+from fedsolve.problem.several import Several
 from fedsolve.types import Flag, Info, PRNGKey, PyTree, Vector
 
 
@@ -80,7 +85,8 @@ class FedSGM(CompressedTraining):
 
     Args:
         step_size: η, a number or a schedule; with a `local_optimizer`, the server's step.
-        tolerance: ε, points with g(w) ≤ ε are treated as feasible.
+        tolerance: ε, points with g(w) ≤ ε are treated as feasible; or `Adaptive(ε)`, which allows
+            for the error of Ĝ where some clients are drawn.
         switching: σ as a function of the violation, `Hard()` or `Soft(beta)`.
         local_steps: E, the local steps of a client in a round.
         local_epochs: Passes over a client's samples, in shuffled minibatches without replacement,
@@ -89,6 +95,9 @@ class FedSGM(CompressedTraining):
         downlink: The compressor of the server (EF21-P), which must be contractive.
         local_optimizer: The optimizer of the local steps (`fs.SGD`, `fs.Adam` or one of optax);
             None for gradient descent.
+        among: Which of several constraints (`Several`) clients reduce: `"steepest"` (the one with
+            the largest violation), `"violation"` (all that are violated, by their violation),
+            `"round robin"` (these in turns) or `"blend"` (these equally).
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -107,18 +116,44 @@ class FedSGM(CompressedTraining):
     """
 
     step_size: Scalar | Schedule = eqx.field(converter=scalar("step_size"))
-    tolerance: Scalar = eqx.field(converter=scalar("tolerance"), default=0.0)
+    tolerance: Scalar | Adaptive = eqx.field(converter=scalar("tolerance"), default=0.0)
     switching: Switching = Hard()
     local_steps: int = static(1)
     uplink: Compressor = Identity()
     downlink: Compressor = Identity()
     local_optimizer: Optimizer | None = eqx.field(converter=as_optimizer, default=None)
+    among: str = eqx.field(static=True, default="steepest", kw_only=True)
     # The guarantee of a theorem for exactly these numbers; `dataclasses.replace` drops it.
     guarantee: Guarantee | None = eqx.field(static=True, init=False, default=None)
 
     def __check_init__(self):
         check_kind("switching", self.switching, Switching)
-        check_positive("tolerance", self.tolerance, zero=True)
+        if self.among not in AMONG:
+            raise InvalidInput(f"among must be one of {', '.join(AMONG)}, got {self.among!r}.")
+        if not isinstance(self.tolerance, Adaptive):
+            check_positive("tolerance", self.tolerance, zero=True)
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if isinstance(self.tolerance, Adaptive):
+            self._check_adaptive(problem)
+
+    def _check_adaptive(self, problem: Problem) -> None:
+        """Raise if the deviation of Ĝ cannot be estimated."""
+        constraint = problem.constraint
+        if constraint is None:
+            raise InvalidInput("Adaptive is a tolerance of a constraint, and the problem has none.")
+        if not constraint.has_deviation:
+            kind = type(constraint).__name__
+            raise InvalidInput(f"Adaptive does not know the sampling error of {kind} constraints.")
+        drawn_equally = isinstance(self.selecting, Random | Everyone)
+        if not isinstance(self.weighting, Uniform) or not drawn_equally:
+            raise InvalidInput(
+                "Adaptive is for clients of equal weight that are drawn uniformly: leave out "
+                "weighting and selection."
+            )
+        if self.selecting.size == 1 < problem.n:
+            raise InvalidInput("Adaptive compares clients of a cohort: it takes two at least.")
 
     @classmethod
     def from_theory(
@@ -213,9 +248,27 @@ class FedSGM(CompressedTraining):
         if fed.constraint is None:
             return jnp.zeros((), fed.w.dtype), None, True, {}
         answers = fed.ask(self.measure, drawn.cohort, when=drawn.available)
-        estimate, focus = fed.constraint.combine(answers, drawn.weights)
-        sigma = self.switching(estimate - self.tolerance)
-        return sigma, focus, answers.any(), {"switch": sigma, "constraint_estimate": estimate}
+        constraint, found = fed.constraint, {}
+        if isinstance(constraint, Several):
+            above, focuses = constraint.excesses(answers, drawn.weights)
+            estimate = jnp.max(above)
+            violations = above - self.feasible_up_to
+            if isinstance(self.tolerance, Adaptive):
+                deviations = constraint.deviations(answers, fed.clients)
+                margins = self.tolerance.margin(deviations, answers.count, len(drawn.cohort))
+                violations, found = violations + margins, {"margin": jnp.max(margins)}
+            shares = shares_among(self.among, violations, fed.round)
+            focus, violation = constraint.focus(shares, focuses), jnp.max(violations)
+        else:
+            estimate, focus = constraint.combine(answers, drawn.weights)
+            violation = estimate - self.feasible_up_to
+            if isinstance(self.tolerance, Adaptive):
+                deviation = constraint.deviation(answers, fed.clients)
+                margin = self.tolerance.margin(deviation, answers.count, len(drawn.cohort))
+                violation, found = violation + margin, {"margin": margin}
+        sigma = self.switching(violation)
+        info = {"switch": sigma, "constraint_estimate": estimate} | found
+        return sigma, focus, answers.any(), info
 
     def average(self, server: Server) -> Vector | np.ndarray | None:
         return server.average if server.weight > 0 else None

@@ -201,6 +201,9 @@ class Participating(Algorithm):
         available: Flag | Flags = True
         if self.availability is not None:
             available = self.answering(fed, cohort, jnp.asarray(up)[cohort], key)
+        joins = self.selecting.joins(cohort, jax.random.fold_in(key, 4))
+        if joins is not True:
+            available = joins if available is True else available & joins
         own = None
         if weights is not None:
             own = weights[cohort]

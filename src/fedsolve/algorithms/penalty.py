@@ -40,6 +40,8 @@ class PenaltyFedAvg(FedSGM):
     Args:
         rho: ρ, the weight of the penalty; 0 is FedAvg.
         tolerance: ε, the penalty is on where Ĝ > ε.
+        among: Which of several constraints is penalised; see `FedSGM`. With `"steepest"` the
+            penalty is ρ max_i [g_i − ε_i]₊.
         switching: `Hard()` is the subgradient of the penalty, `Soft(beta)` smooths its kink.
         step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
             compression; see `FedSGM`.

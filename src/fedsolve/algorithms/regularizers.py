@@ -62,7 +62,7 @@ class L1(Regularizer):
 
     def __call__(self, w: Vector) -> Float[Array, ""]:
         """Compute strength · ‖w‖₁."""
-        return self.strength * jnp.sum(jnp.abs(w))
+        return jnp.asarray(self.strength * jnp.sum(jnp.abs(w)))
 
     def prox(self, v: Vector, step: Number) -> Vector:
         """Shrink every entry towards 0 by strength · step."""

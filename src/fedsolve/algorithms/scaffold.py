@@ -109,6 +109,7 @@ class SCAFFOLD(Averaging):
         total, directions = self.take_steps(client, direction, Follows(control - kept.control))
         change = directions / self.count_steps(client) - control  # c_i⁺ − c_i
         key, other = jax.random.split(self.after_steps(client))
-        residual, packet = with_feedback(self.uplink, kept.residual, total, key)
-        left, controls = with_feedback(self.uplink, kept.control_residual, change, other)
+        clip = None if client.clip is None else client.clip / 2**0.5  # of two parts together
+        residual, packet = with_feedback(self.uplink, kept.residual, total, key, clip)
+        left, controls = with_feedback(self.uplink, kept.control_residual, change, other, clip)
         return Kept(kept.control + change, residual, left), (packet, controls)

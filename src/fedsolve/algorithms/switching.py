@@ -8,10 +8,14 @@ from __future__ import annotations
 import abc
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fedsolve.fields import Scalar, check_positive, scalar
+from fedsolve.types import Round
+
+AMONG = ("steepest", "violation", "round robin", "blend")
 
 
 class Switching(eqx.Module):
@@ -38,6 +42,35 @@ class Hard(Switching):
 
     def __call__(self, violation: Float[Array, ""]) -> Float[Array, ""]:
         return (violation > 0).astype(violation.dtype)
+
+
+def shares_among(rule: str, violations: Float[Array, " k"], round: Round) -> Float[Array, " k"]:
+    """Return the weights with which clients reduce each of several constraints; they sum to 1.
+
+    Args:
+        rule: `"steepest"`: the largest violation alone, whose gradient is a subgradient of the
+            maximum; `"violation"`: those violated, by their violation; `"round robin"`: those
+            violated, in turns; `"blend"`: those violated, equally. Where none is violated, the
+            largest.
+        violations: Ĝ_i − ε_i.
+        round: The round.
+    """
+    size, kind = len(violations), violations.dtype
+    largest = jax.nn.one_hot(jnp.argmax(violations), size, dtype=kind)
+    violated = violations > 0
+    if rule == "steepest":
+        return largest
+    if rule == "violation":
+        # An infinite violation, as of an unknown error, would leave no finite shares.
+        finite = jnp.where(jnp.isfinite(violations), violations, 1)
+        parts = jnp.where(violated, finite, 0)
+    elif rule == "blend":
+        parts = violated.astype(kind)
+    else:
+        turn = jnp.mod(round, jnp.maximum(jnp.sum(violated), 1))
+        parts = (violated & (jnp.cumsum(violated) - 1 == turn)).astype(kind)
+    total = jnp.sum(parts)
+    return jnp.where(total > 0, parts / jnp.where(total > 0, total, 1), largest)
 
 
 class Soft(Switching):

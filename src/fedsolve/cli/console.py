@@ -56,6 +56,8 @@ class Progress:
             facts = [f"f {newest['objective'][-1]:.4g}"]
             if "constraint" in newest:
                 facts.append(f"g {newest['constraint'][-1]:.4g}")
+            if "epsilon" in newest:
+                facts.append(f"ε {newest['epsilon'][-1]:.3g}")
             facts.append(size_text(newest["bytes_up_total"][-1] + newest["bytes_down_total"][-1]))
             self._bar.update(self._task, facts="  ".join(facts))
 
@@ -119,7 +121,7 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
     timed = any("seconds_total" in run.history for _, run in all_runs)
     parts = [_clients(run, records or {}, variant) for variant, run in all_runs]
     columns = ["seed", "rounds", *(["clients"] if any(part.text for part in parts) else [])]
-    columns += ["f(w)", *(["g(w)", "feasible"] if constrained else [])]
+    columns += ["f(w)", *(["g(w)", "feasible", "best f"] if constrained else [])]
     columns += ["sent up", "sent down", *(["clock"] if timed else []), "time"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -135,10 +137,25 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
         if constrained:
             within = history["constraint"] <= float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{history['constraint'][-1]:.5g}", _feasible(within, part.everyone)]
+            row.append(f"{best.objective:.5g}" if (best := run.best) and best.feasible else "none")
         row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
         row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table
+
+
+def best_sentence(runs: Mapping[str, Sequence[Run]]) -> str:
+    """Return what the best model of a single run is; empty where there are several runs."""
+    all_runs = [run for group in runs.values() for run in group]
+    if len(all_runs) != 1 or (best := all_runs[0].best) is None:
+        return ""
+    if best.constraint is None:
+        return f"Best model: round {best.round}, f = {best.objective:.5g}; in best.safetensors."
+    tolerance = float(all_runs[0].algorithm.feasible_up_to)
+    facts = f"round {best.round}, f = {best.objective:.5g}, g = {best.constraint:.5g}"
+    if best.feasible:
+        return f"Best model: {facts}; feasible (g ≤ {tolerance:g}); in best.safetensors."
+    return f"No round was feasible (g ≤ {tolerance:g}); the nearest: {facts}; in best.safetensors."
 
 
 class _Clients(NamedTuple):

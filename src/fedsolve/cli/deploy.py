@@ -259,6 +259,8 @@ def _write(
     save(folder, runs, config, kept, message, data_here=data_here, participation=records)
     if any(runs.values()):
         terminal.out.print(terminal.closing_table(runs, records))
+        if sentence := terminal.best_sentence(runs):
+            terminal.out.print(sentence, markup=False, soft_wrap=True)
     for line in lines:
         terminal.out.print(line, markup=False, soft_wrap=True)
     terminal.out.print(f"Written to {folder}/", markup=False, soft_wrap=True)

@@ -18,7 +18,16 @@ import typer
 from rich.table import Table
 
 from fedsolve import experiments
-from fedsolve.cli.console import RunProgress, catalogue_table, closing_table, err, fail, out, tell
+from fedsolve.cli.console import (
+    RunProgress,
+    best_sentence,
+    catalogue_table,
+    closing_table,
+    err,
+    fail,
+    out,
+    tell,
+)
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments import Experiment, Result, registry
 from fedsolve.experiments.config import load, shown
@@ -184,6 +193,8 @@ def _interval(text: str | None) -> int | str | None:
 def _conclude(result: Result, stopped: Flag, command: str) -> None:
     """Print what an experiment left, and exit unless it finished; the command resumes it."""
     out.print(closing_table(result.runs))
+    if sentence := best_sentence(result.runs):
+        out.print(sentence, markup=False, soft_wrap=True)
     if not result.unsaved:
         out.print(f"Written to {result.folder}{os.sep}", markup=False, soft_wrap=True)
     for missed in result.untracked:

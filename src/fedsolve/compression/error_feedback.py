@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from fedsolve.compression.clipping import limit
 from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.types import PRNGKey, Vector
+from fedsolve.types import Number, PRNGKey, Vector
 
 
 def no_residual(uplink: Compressor, w: Vector) -> Vector | None:
@@ -20,22 +21,31 @@ def no_residual(uplink: Compressor, w: Vector) -> Vector | None:
 
 
 def with_feedback(
-    uplink: Compressor, residual: Vector | None, v: Vector, key: PRNGKey
+    uplink: Compressor,
+    residual: Vector | None,
+    v: Vector,
+    key: PRNGKey,
+    clip: Number | None = None,
 ) -> tuple[Vector | None, Packet]:
     """Compress v with error feedback (EF14).
+
+    With a bound `clip`, what is sent is the clipped packet, and the residual keeps the rest.
 
     Args:
         uplink: The compressor.
         residual: What was not sent yet; None for no error feedback.
         v: The vector to send.
         key: A random key.
+        clip: The largest norm of what is sent; None for any norm.
 
     Returns:
         The next residual, and the packet.
     """
+    packet = uplink(v if residual is None else residual + v, key)
+    if clip is not None:
+        packet = limit(packet, clip)
     if residual is None:
-        return None, uplink(v, key)
-    packet = uplink(residual + v, key)
+        return None, packet
     return residual + v - packet.dense(), packet
 
 

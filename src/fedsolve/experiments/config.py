@@ -16,7 +16,9 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed, allowed_here
 from fedsolve.experiments.registry import (
+    AGGREGATIONS,
     ALGORITHMS,
+    PRIVACY,
     PROBLEMS,
     RULES,
     build,
@@ -31,7 +33,21 @@ from fedsolve.types import Table
 Settings = Mapping[str, object] | Iterable[str] | None  # by dotted key, or `key=value`
 
 SEED_KEYS = ("seed", "seeds", "instances")
-HOW_KEYS = ("evaluate_every", "precision", "clients_at_once", "stop", "devices")
+HOW_KEYS = (
+    "evaluate_every",
+    "precision",
+    "clients_at_once",
+    "stop",
+    "devices",
+    "aggregation",
+    "privacy",
+)
+# Keys of [run] whose value describes an object, and what it may be
+PARTS_OF_RUN: dict[str, Mapping[str, Callable[..., object]]] = {
+    "stop": RULES,
+    "aggregation": AGGREGATIONS,
+    "privacy": PRIVACY,
+}
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
 DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience")
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
@@ -207,8 +223,9 @@ def resolve(name: str, config: Table, allowed: object = ()) -> Experiment:
     permitted = allowed if isinstance(allowed, Allowed) else allowed_here(allowed)
     cells, resolved, run, seeds = _described(config, permitted)
     options = {key: value for key, value in run.items() if key not in SEED_KEYS}
-    if "stop" in run:
-        options["stop"], _ = build(_table(run, "stop", "run."), RULES, "run.stop", permitted)
+    for key, registry in PARTS_OF_RUN.items():
+        if key in run:
+            options[key], _ = build(_part(run, key), registry, f"run.{key}", permitted)
     instances = bool(run.get("instances", False))
     problems = {v: cell.make() for v, cell in cells.items()} if not instances else {}
     return Experiment(
@@ -250,9 +267,10 @@ def _described(config: Table, allowed: Allowed) -> tuple[dict[str, _Cell], Table
     resolved["run"] = {key: run[key] for key in RUN_KEYS if key in run}
     if variants.keys() != {""}:
         resolved["variants"] = variants
-    if "stop" in run:
-        rule = described(_table(run, "stop", "run."), RULES, "run.stop", allowed)
-        resolved["run"]["stop"] = rule[1]
+    for key, registry in PARTS_OF_RUN.items():
+        if key in run:
+            rule = described(_part(run, key), registry, f"run.{key}", allowed)
+            resolved["run"][key] = rule[1]
     if deploy := _deploy_table(config):
         resolved["deploy"] = deploy
     return cells, resolved, run, seeds
@@ -426,6 +444,14 @@ def _table(config: Table, key: str, where: str) -> Table:
     if not isinstance(config.get(key), dict):
         raise InvalidInput(f"The table [{where}{key}] is missing.")
     return config[key]
+
+
+def _part(run: Table, key: str) -> Table:
+    """Return the table of a part of [run]; a name stands for a part without settings."""
+    if key == "aggregation" and isinstance(run[key], str):
+        return {"kind": run[key]}
+    table = _table(run, key, "run.")
+    return {"kind": "Private", **table} if key == "privacy" else table
 
 
 def with_key(config: Table, key: str, value: object) -> Table:

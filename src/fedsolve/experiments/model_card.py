@@ -183,6 +183,8 @@ def _results(variant: str, runs: Sequence[Run], facts: Table) -> Iterator[str]:
         if "constraint" in run.history:
             yield ""
             yield f"Seed {run.seed}: {_constraint(run.history, tolerance, record.get(name))}"
+        if best := facts.get("best", {}).get(name):
+            yield f"Best of the evaluated rounds (`best.safetensors`): {best['text']}."
         if said := facts.get("certificates", {}).get(name):
             yield ""
             yield f"Seed {run.seed}, certificate:"

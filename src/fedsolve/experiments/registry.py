@@ -25,6 +25,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed
 from fedsolve.federation.clock import LogNormal, Mixture
 from fedsolve.fields import check_kind
+from fedsolve.privacy import Clipped, Krum, Median, Private, SecureSum, Trimmed
 from fedsolve.problem.problem import Problem
 from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
 from fedsolve.types import Table
@@ -62,13 +63,20 @@ PARTICIPATION = _subclasses(
 )
 DISTRIBUTIONS = _by_name(LogNormal, Mixture)
 RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum, Spent)
+AGGREGATIONS = _by_name(Trimmed, Median, Clipped, Krum, SecureSum)
+PRIVACY = _by_name(Private)
 PARTS: dict[str, Callable[..., object]] = {
     **COMPRESSORS,
     **PARTICIPATION,
     **DISTRIBUTIONS,
     **_subclasses(algorithms, algorithms.Switching),
     **_subclasses(local_updates, local_updates.Optimizer),
-    **_by_name(local_updates.Cosine, local_updates.Diminishing, problems.discovery_game),
+    **_by_name(
+        algorithms.Adaptive,
+        local_updates.Cosine,
+        local_updates.Diminishing,
+        problems.discovery_game,
+    ),
 }
 
 

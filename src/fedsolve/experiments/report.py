@@ -60,6 +60,7 @@ def _groups(folder: Path, several: bool) -> list[Table]:
             "config": {key: str(value) for key, value in flat.items()},
             "tolerance": float(flat.get("algorithm.tolerance", 0.0)),
             "certificates": [],
+            "best": [],
             "seeds": [],
             "clients": [],
             "sites": [],
@@ -75,6 +76,8 @@ def _groups(folder: Path, several: bool) -> list[Table]:
                 group["sites"].append(_sites(int(str(seed)), record, history["round"][-1]))
             if (there := facts.get("tolerances", {}).get(run)) is not None:  # a theorem may set it
                 group["tolerance"] = float(there)
+            if best := facts.get("best", {}).get(run):
+                group["best"].append(f"Seed {seed}: {best['text']}")
             if said := facts.get("certificates", {}).get(run):
                 group["certificates"].append(f"Seed {seed}: {said}")
             own = {k.removeprefix(prefix): v for k, v in wide.items() if k.startswith(prefix)}

@@ -105,6 +105,12 @@ def save(
     facts["certificates"] = {name: "\n".join(texts) for name, texts in said.items() if texts}
     tolerances = {_name(v, run): getattr(run.algorithm, "tolerance", None) for v, run in labelled}
     facts["tolerances"] = {name: float(t) for name, t in tolerances.items() if t is not None}
+    bests = {_name(v, run): best for v, run in labelled if (best := run.best) is not None}
+    facts["best"] = {
+        name: {k: getattr(best, k) for k in ("round", "objective", "constraint", "feasible")}
+        | {"text": str(best)}
+        for name, best in bests.items()
+    }
     if labelled:
         _save_results(path, runs, labelled, "stop" in config["run"])
         _save_models(path, labelled)
@@ -118,16 +124,22 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
     table = tidy([({"variant": v} if v else {}, run) for v, run in labelled])
     write_atomically(path / "history.csv", table.to_csv(index=False).encode())
     arrays: dict[str, np.ndarray] = {}
+    best: dict[str, np.ndarray] = {}
     wide: dict[str, np.ndarray] = {}
     for variant, run in labelled:
         name = _name(variant, run)
         arrays |= _named(f"{name}/params", run.params)
         if run.average is not None:
             arrays |= _named(f"{name}/average", run.average)
+        if run.best is not None:
+            best |= _named(f"{name}/params", run.best.params)
+            best |= _named(f"{name}/buffers", run.best.buffers)
         wide |= {f"{name}/{k}": v for k, v in run.history.items() if v.ndim > 1}
         limits = run.algorithm.limits().items()
         wide |= {f"{name}/{k}/settles": np.asarray(v) for k, v in limits if k in run.history}
     write_atomically(path / "params.safetensors", as_safetensors(arrays))
+    if best:
+        write_atomically(path / "best.safetensors", as_safetensors(best))
     if wide:
         write_atomically(path / "history.safetensors", as_safetensors(wide))
     groups = _evaluated(runs)

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fedsolve.compression.clipping import limit
 from fedsolve.federation.known import InformedClient, Known
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Message, PRNGKey, PyTree, Reply, Vector
+from fedsolve.types import Message, Number, PRNGKey, PyTree, Reply, Vector
 
 SUBSETS = 2**31 - 1  # a key that no exchange has
 
@@ -52,6 +53,7 @@ class Exchange:
     number: int
     method: Callable[..., tuple[PyTree, Reply]]
     message: Message
+    clip: Number | None = None  # the largest norm of a reply; None where replies are not clipped
 
     @property
     def name(self) -> str:
@@ -91,7 +93,10 @@ class Exchange:
             to_draw = jax.random.fold_in(jax.random.fold_in(self.key, SUBSETS), index)
             client = client.restricted(jnp.ceil(message.contributions[index]), to_draw)
             message = message.message
+        client.clip = self.clip
         kept, reply = self.method(client, kept, *(() if message is None else (message,)))
         if client.moved_state is not None:
             reply = WithState(client.moved_state, reply)
+        elif self.clip is not None:
+            reply = limit(reply, self.clip)
         return (kept, client.memory), reply

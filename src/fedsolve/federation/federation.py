@@ -20,7 +20,8 @@ from fedsolve.federation.counters import Count
 from fedsolve.federation.exchange import Exchange, Restricted, WithState
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
-from fedsolve.federation.state import AlgorithmLike, State
+from fedsolve.federation.rules import Context, Draw
+from fedsolve.federation.state import AlgorithmLike, State, noise_of
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
 from fedsolve.types import (
@@ -84,6 +85,7 @@ class Federation:
         self.bytes_up, self.bytes_down = Count.zero(), Count.zero()
         self.messages_up, self.messages_down = Count.zero(), Count.zero()
         self.vectors_up = Count.zero()
+        self.releases: list[str] = []  # the exchange of every sum that a rule computed
         self._seconds: Number = 0.0  # of this round so far
 
     # For algorithms
@@ -142,7 +144,14 @@ class Federation:
         if self._problem.averages_state:
             message = WithState(self._state.buffers, message)
         exchange = Exchange(
-            self._problem, self._key, self.w, self.round, self._asked, method, message
+            self._problem,
+            self._key,
+            self.w,
+            self.round,
+            self._asked,
+            method,
+            message,
+            self._options.clip_of(method.__name__),
         )
         self._asked += 1
         self._waits_for = waits_for
@@ -150,12 +159,18 @@ class Federation:
         # Known before the program runs if it is simply everyone: then nothing needs masking.
         asked = np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
         values, arrived = self._deliver(exchange, cohort, asked)
-        self._check_finite(values, exchange.number, cohort, arrived)
+        if not any(rule.drops_broken for rule in self._options.rules):
+            self._check_finite(values, exchange.number, cohort, arrived)
         self._count(exchange, cohort, asked, arrived, values)
-        if not isinstance(values, WithState):
-            return Replies(values, arrived)
-        moved = self._moved_buffers = _Buffers(values.state, arrived)
-        return Replies(values.content, arrived, moved.weigh)
+        if isinstance(values, WithState):
+            moved = self._moved_buffers = _Buffers(values.state, arrived)
+            replies = Replies(values.content, arrived, moved.weigh)
+        else:
+            replies = Replies(values, arrived)
+        for rule in self._options.rules:
+            context = Context(exchange.name, self._noise(exchange.number), self.releases.append)
+            replies = rule.receive(replies, context)
+        return replies
 
     def publish(self, packet: Packet, when: Flag = True) -> None:
         """Move w by a packet, w ← w + packet, on the server and on every client.
@@ -203,9 +218,18 @@ class Federation:
             vectors_up=before.vectors_up + self.vectors_up,
             fault=jnp.where(broken, here, self._fault),
             seconds=None if before.seconds is None else before.seconds.plus(self._seconds),
+            best=before.best,
             buffers=self._next_buffers(),
+            spent=before.spent,
         )
-        return state, jax.tree.map(jnp.asarray, info) | self._costs(algorithm, state)
+        entry: Info = jax.tree.map(jnp.asarray, info) | self._costs(algorithm, state)
+        for rule in self._options.rules:
+            entry = rule.published(entry)
+        return state, entry
+
+    def _noise(self, exchange: int) -> Draw:
+        """Return what draws the noise that a rule adds in an exchange of this round."""
+        return noise_of(self._state.seed, self.round, exchange)
 
     def _next_buffers(self) -> PyTree:
         """Return the state of the loss for the next round."""
@@ -239,11 +263,17 @@ class Federation:
             told = arrivals(self.round, exchange.number, cohort)
             arrived = arrived & jnp.asarray(told)
         if clock is None:
-            return arrived
+            return self._counted(arrived)
         times = self._times(exchange, cohort)
         arrived = clock.waited_for(arrived, times)
         waited = arrived if self._waits_for is None else arrived & self._waits_for
         self._seconds += jnp.max(jnp.where(waited, times, 0))
+        return self._counted(arrived)
+
+    def _counted(self, arrived: Flags) -> Flags:
+        """Return which answers the rules let count."""
+        for rule in self._options.rules:
+            arrived = rule.arriving(arrived)
         return arrived
 
     def _times(self, exchange: Exchange, cohort: Cohort) -> Float[Array, " m"]:
@@ -289,7 +319,11 @@ class Federation:
     ) -> None:
         """Count what went down to everyone asked, and what came up from those that answered."""
         rows, answers = self._rows(cohort), jnp.sum(arrived)
-        self.bytes_up = self.bytes_up.plus(answers, tree_bytes(values) // len(cohort))
+        up, more = tree_bytes(values) // len(cohort), 0
+        for rule in self._options.rules:
+            up, more = rule.cost(values, len(cohort)) or (up, more)
+        self.bytes_up = self.bytes_up.plus(answers, up)
+        self.bytes_down = self.bytes_down.plus(jnp.sum(asked), more)
         self.bytes_down = self.bytes_down.plus(jnp.sum(asked), tree_bytes(exchange.message))
         missed = self._missed(cohort)
         self.bytes_down = self.bytes_down.plus_all(jnp.where(asked, missed, np.uint32(0)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import equinox as eqx
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedsolve.federation.clock import Clock
-from fedsolve.types import Cohort, Flag, Flags, Function, PyTree, Round
+from fedsolve.federation.rules import Rule
+from fedsolve.types import Cohort, Flag, Flags, Function, Number, PyTree, Round
 
 Arrivals = Callable[[Round, int, Cohort], Flags]  # round, exchange, clients -> which answers arrive
 Follow = tuple[tuple[str, Function], ...]  # names, and functions of (problem, params)
@@ -23,7 +26,19 @@ class RoundOptions(eqx.Module):
     stop: Stop | None = None
     follow: Follow = ()
     clock: Clock | None = None
+    aggregation: Rule | None = None
+    privacy: Rule | None = None
     mesh: Mesh | None = eqx.field(static=True, default=None)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that answers go through, in this order."""
+        return tuple(rule for rule in (self.aggregation, self.privacy) if rule is not None)
+
+    def clip_of(self, name: str) -> Number | None:
+        """Return the norm to which replies in that exchange are clipped; None for none."""
+        clips = [clip for rule in self.rules if (clip := rule.clip_of(name)) is not None]
+        return functools.reduce(jnp.minimum, clips) if clips else None
 
     @property
     def wants_gradient(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from fedsolve.federation.best import Best
 from fedsolve.federation.clock import Seconds
 from fedsolve.federation.counters import Count
+from fedsolve.federation.rules import Draw
 from fedsolve.problem.problem import Problem
 from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
@@ -59,7 +62,9 @@ class State(eqx.Module):
     vectors_up: Count  # answers that contain more than single numbers
     fault: Int[Array, "3"]  # first non-finite value: round, exchange, client; -1 for none
     seconds: Seconds | None  # of simulated time so far, where there is a clock
+    best: Best  # the best evaluated round so far
     buffers: PyTree = None  # the state of the loss, where the server averages it
+    spent: PyTree = None  # what a private run has spent
 
     @classmethod
     def start(
@@ -80,6 +85,7 @@ class State(eqx.Module):
             timed: Whether there is a clock.
         """
         w, n = problem.start(), problem.n if clients is None else clients
+        buffers = jax.tree.map(jnp.asarray, problem.state) if problem.averages_state else None
         states, memory = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))),
             (algorithm.init_client(w), problem.init_memory()),
@@ -101,7 +107,8 @@ class State(eqx.Module):
             vectors_up=Count.zero(),
             fault=jnp.full(3, -1, jnp.int32),
             seconds=Seconds.zero() if timed else None,
-            buffers=jax.tree.map(jnp.asarray, problem.state) if problem.averages_state else None,
+            best=Best.none(w, buffers),
+            buffers=buffers,
         )
 
     def problem_now(self, problem: Problem) -> Problem:
@@ -112,6 +119,26 @@ class State(eqx.Module):
     def evaluation_key(self) -> PRNGKey:
         """The key of an evaluation after this many rounds."""
         return evaluation_key(self.seed, self.round)
+
+
+NOISE = 2**31 - 5  # in place of a round: keys of noise, which no round and no client has
+AT_EVALUATION = 2**31 - 1  # in place of an exchange
+
+
+def noise_of(seed: SeedWords, round: Round, exchange: int) -> Draw:
+    """Return what draws standard normal numbers for a rule, in one exchange of a round.
+
+    Each call draws new numbers. They are a function of (seed, round, exchange, call), so a round
+    that is played again has the same noise.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), NOISE)
+    key = jax.random.fold_in(jax.random.fold_in(key, round), exchange)
+    calls = itertools.count()
+
+    def draw(shape: tuple[int, ...]) -> Float[Array, "..."]:
+        return jax.random.normal(jax.random.fold_in(key, next(calls)), shape)
+
+    return draw
 
 
 def evaluation_key(seed: SeedWords, round: Round) -> PRNGKey:

@@ -65,6 +65,11 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
+    for key in ("aggregation", "privacy"):
+        if key in experiment.options:
+            raise InvalidInput(
+                f"A deployment does not have run.{key} yet: leave it out, or run a simulation."
+            )
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
     return experiment

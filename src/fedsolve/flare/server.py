@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import Diverged, Interrupted, InvalidInput
+from fedsolve.federation.best import Best, with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
@@ -205,8 +206,10 @@ class Deployed(Runtime):
                     raise link.trouble
                 answered = sorted(link.answered)
                 link.end_round(int(state.round))
-                complete += self._complete(state)
-                state, self._rounds = after, self._rounds + 1
+                found, best = self._complete(state)
+                complete += found
+                state = dataclasses.replace(after, best=best)
+                self._rounds += 1
             if evaluate:
                 self.news = self._news(answered)
                 self.waiting = entry_history(info, stop)
@@ -214,10 +217,11 @@ class Deployed(Runtime):
                 self._began, self._rounds = time.perf_counter(), 0
         return Advanced(state, joined(complete) or no_history())
 
-    def finish(self, state: State) -> History | None:
+    def finish(self, state: State) -> tuple[State, History | None]:
         if self.waiting:
             self._wait_for_everyone(state)
-        return next(iter(self._complete(state)), None)
+        found, best = self._complete(state)
+        return dataclasses.replace(state, best=best), next(iter(found), None)
 
     def _wait_for_everyone(self, state: State) -> None:
         """Ask everyone for the last evaluation; wait for silent sites while there is patience."""
@@ -246,10 +250,13 @@ class Deployed(Runtime):
         arrays["waiting"] = list(self.waiting.values())
         return {"link": head, "news": self.news, "waiting": list(self.waiting)}, arrays
 
-    def _complete(self, state: State) -> list[History]:
-        """Return the entry that waits, with the values at the end of its round, in that state."""
+    def _complete(self, state: State) -> tuple[list[History], Best]:
+        """Return the entry that waits, with the values at the end of its round, in that state.
+
+        Also return the best round. One in which some client was not heard is never feasible.
+        """
         if not self.waiting:
-            return []
+            return [], state.best
         shares = self.algorithm.objective_weights(state.server, state.participation)
         found = self.link.values()
         self.link.end_evaluation()
@@ -257,10 +264,12 @@ class Deployed(Runtime):
             values = self._over_sites(state, found, shares)
         else:
             values = self._unknown(state.w, shares)
+        complete = bool(values["clients_evaluated"] == self.news["clients"])
+        state = with_best(state, values, self.algorithm.feasible_up_to, complete)
         self.told = self.news
         entry = {name: column[0] for name, column in self.waiting.items() if name != "round"}
         round, self.waiting = self.waiting["round"].item(), History()
-        return [entry_history(entry | values, round)]
+        return [entry_history(entry | values, round)], state.best
 
     def _news(self, answered: list[str]) -> Table:
         exchanges = max(len(self.link.protocol.exchanges), 1) * self._rounds

@@ -375,8 +375,8 @@ class Game(eqx.Module):
         from fedsolve.games.turnout import Turnout, turnouts
 
         cases, weights = turnouts(np.asarray(probability), self.players, draws, seed)
-        parts = (Turnout(part, cases, weights) for part in (self.payoff, self.cost))
-        return Game(*parts, self.lower, self.upper, self.regularization)
+        payoff, cost = (Turnout(part, cases, weights) for part in (self.payoff, self.cost))
+        return Game(payoff, cost, self.lower, self.upper, self.regularization)
 
     def without(self, gone: ArrayLike) -> Game:
         """Return the game in which some players contribute nothing.

@@ -261,4 +261,4 @@ class ShapleyPayoff(_CurvePayoff):
             return self.curve(before + y) - self.curve(before)
 
         each = jax.vmap(one)(jnp.asarray(orders), jnp.asarray(places))
-        return self.reward * jnp.mean(each, axis=0)
+        return jnp.asarray(self.reward) * jnp.mean(each, axis=0)

@@ -13,7 +13,15 @@ from fedsolve.participation.availability import (
     Trace,
 )
 from fedsolve.participation.sampling import sample
-from fedsolve.participation.selection import Cyclic, Everyone, Proportional, Random, Selection, Top
+from fedsolve.participation.selection import (
+    Cyclic,
+    Everyone,
+    Poisson,
+    Proportional,
+    Random,
+    Selection,
+    Top,
+)
 from fedsolve.participation.strategic import Strategic
 from fedsolve.participation.weighting import (
     BANT,
@@ -37,6 +45,7 @@ __all__ = [
     "FirstAnswers",
     "GradientNorm",
     "Markov",
+    "Poisson",
     "PowerOfChoice",
     "Proportional",
     "Random",

@@ -1,4 +1,4 @@
-"""Selection: drawing a cohort of fixed size from the clients' weights.
+"""Selection: drawing a cohort from the clients' weights.
 
 | selection | draws | weight of a selected client in the mean |
 |---|---|---|
@@ -6,6 +6,7 @@
 | `Random(count)` | uniformly, among those of positive weight | its weight |
 | `Top(count)` | the largest weights; ties are broken at random | its weight |
 | `Cyclic(count)` | in turn: everyone within ⌈n/count⌉ rounds (Scheme 4.1 of FedADMM) | its weight |
+| `Poisson(rate)` | each with the same probability, independently | its weight |
 | `Proportional(count)` | in proportion to the weights, without replacement | equal |
 
 Weights in the mean are normalised to sum to 1 over the clients that answered. With `equal=True` all
@@ -22,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.weighting import Weights, draw_proportionally
-from fedsolve.types import Cohort, PRNGKey, PyTree
+from fedsolve.types import Cohort, Flags, PRNGKey, PyTree
 
 Turns = tuple[Int[Array, " n"], Int[Array, ""]]  # the order of the clients, and the next position
 
@@ -65,6 +67,15 @@ class Selection(eqx.Module):
         """The size of the cohort; None for all clients."""
         return None
 
+    def joins(self, cohort: Cohort, key: PRNGKey) -> Flags | bool:
+        """Return which clients of the cohort are asked: a flag for each, or True for all.
+
+        Args:
+            cohort: The cohort that was drawn.
+            key: A random key.
+        """
+        return True
+
     @property
     def counts_equally(self) -> bool:
         """Whether selected clients have equal weight in the mean, whatever their weights are."""
@@ -83,6 +94,39 @@ class Everyone(Selection):
         self, weights: Weights, clients: int, memory: None, key: PRNGKey
     ) -> tuple[Cohort, None]:
         return np.arange(clients, dtype=np.int32), None
+
+
+class Poisson(Selection):
+    """Select each client with the same probability, independently of the others.
+
+    So the number of selected clients is random. Accountants of differential privacy know this as
+    Poisson sampling. Answers of the others are computed and not used, as the cohort is everyone.
+
+    Args:
+        rate: The probability of a client to be selected.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> algorithm = fs.FedAvg(0.1, selection=fs.participation.Poisson(0.2))
+        >>> algorithm.selection.rate
+        0.2
+    """
+
+    rate: float = eqx.field(static=True)
+
+    def __check_init__(self):
+        if isinstance(self.rate, bool) or not isinstance(self.rate, int | float):
+            raise InvalidInput(f"rate must be a probability, got {self.rate!r}.")
+        if not 0 < self.rate <= 1:
+            raise InvalidInput(f"rate must be a probability above 0, got {self.rate}.")
+
+    def select(
+        self, weights: Weights, clients: int, memory: None, key: PRNGKey
+    ) -> tuple[Cohort, None]:
+        return np.arange(clients, dtype=np.int32), None
+
+    def joins(self, cohort: Cohort, key: PRNGKey) -> Flags:
+        return jax.random.bernoulli(key, self.rate, (len(cohort),))
 
 
 class _Some(Selection):

@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from fedsolve.compression.clipping import limit
+from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar
 from fedsolve.problem.constraints import Constraint
@@ -98,6 +100,7 @@ class Client:
         self._problem = problem
         self._samples = samples
         self._now = _Now(memory, problem.state)
+        self.clip: Number | None = None  # the largest norm of a reply, where replies are clipped
 
     @property
     def memory(self) -> PyTree:
@@ -201,7 +204,8 @@ class Client:
         Raises:
             InvalidInput: If the problem has no constraint.
         """
-        return self._constraint.local(self._params(w), self._draw_samples(key), focus)
+        samples = self._draw_samples(key)
+        return self._constraint.descended(self._params(w), samples, focus, self._scale(samples))
 
     def constraint_grad(
         self, w: Vector, *, focus: PyTree = None, key: PRNGKey | None = None
@@ -465,6 +469,19 @@ class Client:
         other._samples = subset
         return other
 
+    def limited(self, packet: Packet) -> Packet:
+        """Return a packet as it may be sent: scaled to the norm to which replies are clipped.
+
+        A method whose state depends on what it sent must compute the state from this packet.
+
+        Args:
+            packet: What is to be sent.
+
+        Returns:
+            The packet itself where replies are not clipped.
+        """
+        return packet if self.clip is None else limit(packet, self.clip)
+
     def with_all_samples(self) -> Client:
         """Return this client computing from all of its samples, whatever the batch size.
 
@@ -553,12 +570,14 @@ class Client:
         The state moves as it does in a step along ∇f_j: by a pass of f_j over the same samples.
         """
         samples, constraint = self._draw_to_train(key), self._constraint
-        if self._moves is None:
-            slope = jax.grad(lambda w: constraint.local(self._params(w), samples, focus))(w)
-            return slope, None, None
+        scale = self._scale(samples)
 
         def value(w: Vector, personal: Personal | None) -> Float[Array, ""]:
-            return constraint.local(self._problem.params_at(w, personal), samples, focus)
+            params = self._problem.params_at(w, personal)
+            return constraint.descended(params, samples, focus, scale)
+
+        if self._moves is None:
+            return jax.grad(lambda w: value(w, self.personal))(w), None, None
 
         if self.personal is None:
             slope, own = jax.grad(value)(w, None), None
@@ -578,6 +597,12 @@ class Client:
         if self._problem.constraint is None:
             raise InvalidInput("This algorithm asks for a constraint, and the problem has none.")
         return self._problem.constraint
+
+    def _scale(self, drawn: Samples) -> Number | int | float | None:
+        """Return this client's size over that of a minibatch; None if there is no such number."""
+        if self._uses_all_samples or (self._problem.batch_size is None and self._now.batch is None):
+            return 1
+        return self.samples_count / drawn.size if self._samples.is_one_set else None
 
     def _draw_samples(self, key: PRNGKey | None) -> Samples:
         """Return all samples, or a minibatch if the problem has a batch size."""

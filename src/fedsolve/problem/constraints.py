@@ -77,6 +77,79 @@ class Constraint(eqx.Module):
         """
         raise NotImplementedError
 
+    def descended(
+        self, params: PyTree, samples: Samples, focus: PyTree, scale: Scale
+    ) -> Float[Array, ""]:
+        """Compute `local` where samples may be a minibatch; override it if sums must be scaled.
+
+        Args:
+            params: Where to evaluate.
+            samples: The client's samples, or a minibatch of them.
+            focus: What `combine` returned for the clients.
+            scale: As in `measure`.
+
+        Returns:
+            The value, a scalar.
+        """
+        return self.local(params, samples, focus)
+
+    @property
+    def has_deviation(self) -> bool:
+        """Whether `deviation` is known."""
+        return type(self).deviation is not Constraint.deviation
+
+    def deviation(self, replies: Replies, clients: int) -> Float[Array, ""]:
+        """Estimate the standard deviation of g over cohorts, from one cohort.
+
+        Args:
+            replies: The measurements of a cohort that was drawn uniformly.
+            clients: The number of all clients.
+
+        Returns:
+            The estimate; infinite if fewer than two clients answered and there are more.
+        """
+        raise InvalidInput(f"The sampling error of a {type(self).__name__} is not known.")
+
+    def renamed(self, name: str) -> Constraint:
+        """Return the constraint with another name in the history, if it has one there.
+
+        Args:
+            name: The name.
+
+        Returns:
+            The constraint.
+        """
+        return self
+
+    def report(self, replies: Replies) -> dict[str, Array]:
+        """Compute what the history has of this constraint besides g, such as exact rates.
+
+        Args:
+            replies: The measurements of all clients, from all of their samples.
+
+        Returns:
+            Numbers by the name of their column; none by default.
+        """
+        return {}
+
+    def fitted(self, samples: Samples) -> Constraint:
+        """Return the constraint for these clients, or raise if it does not fit their data.
+
+        Args:
+            samples: All clients' samples.
+
+        Returns:
+            The constraint, with what it takes from the data, such as the groups that there are.
+        """
+        return self
+
+    def check_each(self, samples: Samples) -> None:
+        """Raise if g is not known at some client alone.
+
+        Args:
+            samples: All clients' samples.
+        """
+
     def adapt(self, exact: Exact) -> Constraint:
         """Return the same constraint with its functions made exact on padded samples.
 
@@ -118,6 +191,13 @@ class Mean(Constraint):
     def combine(self, replies: Replies, weights: Weights = None) -> tuple[Float[Array, ""], None]:
         """Compute the mean of the clients' values."""
         return replies.mean(weights), None
+
+    def deviation(self, replies: Replies, clients: int) -> Float[Array, ""]:
+        """Estimate the standard deviation of the cohort's mean."""
+        count = jnp.asarray(replies.count)
+        distance = jnp.where(replies.arrived, replies.values - replies.mean(), 0)
+        variance = jnp.sum(distance**2) / jnp.maximum(count - 1, 1) / jnp.maximum(count, 1)
+        return _of_cohort(variance, count, clients)
 
     def local(self, params: PyTree, samples: Samples, focus: None) -> Float[Array, ""]:
         """Compute g_j."""
@@ -171,6 +251,10 @@ class Statistics(Constraint):
         """Compute g from the totals over clients."""
         return self.combine_sums(replies.sum()), None
 
+    def deviation(self, replies: Replies, clients: int) -> Float[Array, ""]:
+        """Estimate the standard deviation of g over cohorts by the jackknife."""
+        return jackknife(self.combine_sums, replies, clients)
+
     def local(self, params: PyTree, samples: Samples, focus: None) -> Float[Array, ""]:
         """Compute g from the client's sums alone."""
         return self.combine_sums(self.statistics(params, samples))
@@ -220,16 +304,59 @@ class Maximum(Constraint):
 
     def local(self, params: PyTree, samples: Samples, focus: tuple[Any, ...]) -> Float[Array, ""]:
         """Compute the client's part of the constraint that is largest."""
+        return self.descended(params, samples, focus, 1)
+
+    def descended(
+        self, params: PyTree, samples: Samples, focus: tuple[Any, ...], scale: Scale
+    ) -> Float[Array, ""]:
+        """Compute the client's part of the constraint that is largest."""
         largest, inner = focus
         branches = [
-            lambda p, part=part, own_focus=own_focus: part.local(p, samples, own_focus)
-            for part, own_focus in zip(self.parts, inner, strict=True)
+            lambda part=part, own=own: part.descended(params, samples, own, scale)
+            for part, own in zip(self.parts, inner, strict=True)
         ]
-        return jax.lax.switch(largest, branches, params)
+        return jax.lax.switch(largest, branches)
+
+    def report(self, replies: Replies) -> dict[str, Array]:
+        """Compute what the history has of the parts."""
+        found: dict[str, Array] = {}
+        for number, part in enumerate(self.parts):
+            found |= part.report(replies.pick(number))
+        return found
+
+    def fitted(self, samples: Samples) -> Maximum:
+        """Return the constraint for these clients."""
+        return Maximum(*(part.fitted(samples) for part in self.parts))
 
     def adapt(self, exact: Exact) -> Maximum:
         """Return the constraint with its parts made exact on padded samples."""
         return Maximum(*(part.adapt(exact) for part in self.parts))
+
+
+def jackknife(function: Function, replies: Replies, clients: int) -> Float[Array, ""]:
+    """Estimate the standard deviation over cohorts of a function of sums over clients.
+
+    Args:
+        function: The function.
+        replies: The sums of a cohort's clients.
+        clients: The number of all clients.
+    """
+    total, count = replies.sum(), jnp.asarray(replies.count)
+
+    def without(own: PyTree, arrived: Array) -> Float[Array, ""]:
+        return function(jax.tree.map(lambda s, x: s - jnp.where(arrived, x, 0), total, own))
+
+    arrived = jnp.asarray(replies.arrived)
+    values = jax.vmap(without)(replies.values, arrived)
+    mean = jnp.sum(jnp.where(arrived, values, 0)) / jnp.maximum(count, 1)
+    squares = jnp.sum(jnp.where(arrived, (values - mean) ** 2, 0))
+    return _of_cohort(squares * (count - 1) / jnp.maximum(count, 1), count, clients)
+
+
+def _of_cohort(variance: Float[Array, ""], count: Array, clients: int) -> Float[Array, ""]:
+    """Return a deviation, corrected for draws without replacement; infinite if not known."""
+    deviation = jnp.sqrt(jnp.maximum(variance * (1 - count / clients), 0))
+    return jnp.where((count < 2) & (count < clients), jnp.inf, deviation)
 
 
 def as_constraint(constraint: Constraint | Function) -> Constraint:

@@ -24,12 +24,13 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem.client import Client
 from fedsolve.problem.columns import check_columns
-from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.domains import Domain, WholeSpace
 from fedsolve.problem.layout import PERSONAL, Layout, Which, as_device_array, is_parameter
 from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.padding import PerClient, per_client
 from fedsolve.problem.samples import Samples, full_mask
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.problem.stacking import as_samples, pool
 from fedsolve.types import Function, Personal, PRNGKey, PyTree, Vector
 
@@ -58,7 +59,8 @@ class Problem(eqx.Module):
             each client, which may differ in size: dicts or tuples of arrays, PyTorch datasets or
             loaders, pandas tables.
         params: The initial parameters, in any structure of floating-point arrays.
-        constraint: g_j in the same form as `objective`, or a `Constraint`; None for none.
+        constraint: g_j in the same form as `objective`, or a `Constraint`; a list or a dict of them
+            for several (see `Several`); None for none.
         domain: X, as a `Domain` or as a function that projects parameters onto it.
         batch_size: The number of samples from which a client's gradients and constraint values are
             computed, drawn anew each time; None for all of them. Evaluation always uses all.
@@ -125,7 +127,7 @@ class Problem(eqx.Module):
         objective: Function,
         clients: PyTree,
         params: PyTree,
-        constraint: Constraint | Function | None = None,
+        constraint: Constraint | Function | Parts | None = None,
         domain: Domain | Function = WholeSpace(),  # noqa: B008 (immutable)
         batch_size: int | None = None,
         test: PyTree = None,
@@ -156,14 +158,16 @@ class Problem(eqx.Module):
             raise InvalidInput("No parameter is trained on the server: all are fixed or personal.")
         checked = functools.partial(_checked, params=params, samples=samples, state=self.state)
         self.objective = checked("objective", objective, moves=True)
-        self.given = objective, constraint
         self.samples = samples
         self.params = params
         self.constraint = None
         if constraint is not None:
-            self.constraint = as_constraint(constraint).adapt(
+            fitted = constraint_of(constraint).fitted(samples)
+            constraint = constraint if callable(constraint) else fitted
+            self.constraint = fitted.adapt(
                 lambda function, sums=False: checked("constraint", function, sums=sums)
             )
+        self.given = objective, constraint
         self.domain = domain
         self.test = test
         self.validation = validation

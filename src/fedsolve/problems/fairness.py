@@ -14,7 +14,8 @@ Demographic parity counts everyone; equal opportunity counts only those who do e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import equinox as eqx
@@ -23,15 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
+from fedsolve.constraints import SampleMeans, from_table
 from fedsolve.data import partitions
 from fedsolve.data.datasets import NUMERIC, Arrays, Dataset, load
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.problem.constraints import Statistics
+from fedsolve.problem.constraints import Constraint, Statistics
+from fedsolve.problem.each_client import EachClient
 from fedsolve.problem.layout import as_device_array
 from fedsolve.problem.problem import Problem
+from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import pool, stack_clients
 from fedsolve.problems.losses import logistic
+from fedsolve.types import Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,9 +45,12 @@ People = dict[str, PyTree]  # x, y, protected and mask
 Sums = dict[str, tuple[Array, Array]]  # of each group: Σ π and how many
 
 
+Columns = Mapping[str, tuple[str, Sequence[str]]]  # by group: its entry, the names of its codes
+
+
 def adult(
     clients: int = 10,
-    constraint: str = "demographic_parity",
+    constraint: str | Table | list[Table] = "demographic_parity",
     alpha: float = 2.0,
     batch_size: int | None = 256,
     width: int = 64,
@@ -57,7 +65,11 @@ def adult(
 
     Args:
         clients: The number of clients, whose sizes differ.
-        constraint: `"demographic_parity"` or `"equal_opportunity"`.
+        constraint: `"demographic_parity"` or `"equal_opportunity"`, of π; or a constraint by name,
+            of decisions, as a table: `{"kind": "sensitivity", "at_least": 0.7, "group": "race"}`;
+            or a list of tables. `kind` names a function of `fs.constraints`, the rest are its
+            arguments; `group` is `"sex"`, `"race"` or `"race and sex"`. The history then has the
+            exact values on the test part, too.
         alpha: The partition is by Dirichlet(α) over the four groups of sex and income.
         batch_size: The size of minibatches; None for all samples of a client.
         width: The width of the network's hidden layers.
@@ -77,7 +89,7 @@ def adult(
         >>> problem.n, problem.dimension  # doctest: +SKIP
         (5, 11201)
     """
-    if constraint not in CONSTRAINTS:
+    if isinstance(constraint, str) and constraint not in CONSTRAINTS:
         known = " or ".join(f'"{name}"' for name in CONSTRAINTS)
         raise InvalidInput(f"constraint must be {known}, got {constraint!r}.")
     check_count("clients", clients)
@@ -85,18 +97,31 @@ def adult(
     check_count("depth", depth)
     data = load("adult")
     train, test = people(data)
+    metrics = {f"test_{name}": metric for name, metric in METRICS.items()}
+    if isinstance(constraint, str):
+        bound: Constraint = Statistics(CONSTRAINTS[constraint], gap)
+    else:
+        columns = _groups_of(data)
+        bound = from_tables(constraint, columns)
+        for entry in {each.group for each in means_in(bound)} & {"race", "race_and_sex"}:
+            train[entry], test[entry] = (_codes(data, part, entry) for part in ("train", "test"))
+        metrics |= {
+            f"test_{claim.name}": Exact(each, claim.name)
+            for each in means_in(bound)
+            for claim in each.claims
+        }
     groups = 2 * train["y"] + train["protected"]
     parts = partitions.dirichlet(groups, clients, alpha, seed, least=2)
     return Problem(
         objective=cross_entropy,
-        constraint=Statistics(CONSTRAINTS[constraint], gap),
+        constraint=bound,
         clients=stack_clients(partitions.take(train, parts)),
         params=eqx.nn.MLP(
             train["x"].shape[1], "scalar", width, depth, jax.nn.relu, key=jax.random.key(seed)
         ),
         batch_size=batch_size,
         test=test | {"mask": np.ones(len(test["y"]), bool)},
-        metrics={f"test_{name}": metric for name, metric in METRICS.items()},
+        metrics=metrics,
     )
 
 
@@ -119,6 +144,91 @@ def people(data: Dataset) -> tuple[Arrays, Arrays]:
     return encode(data.train), encode(data.test)
 
 
+def _groups_of(data: Dataset) -> Columns:
+    """Return the groups that constraints by name may use; `protected` is 1 for women."""
+    sexes, races = ["men", "women"], list(data.names["race"])
+    both = [f"{race}, {sex}" for race in races for sex in sexes]
+    return {
+        "sex": ("protected", sexes),
+        "race": ("race", races),
+        "race and sex": ("race_and_sex", both),
+    }
+
+
+def _codes(data: Dataset, part: str, entry: str) -> np.ndarray:
+    """Return the code of each person's race, or of race and sex."""
+    rows = getattr(data, part)
+    race = rows["race"].astype(np.int32)
+    if entry == "race":
+        return race
+    return 2 * race + (rows["sex"] == data.names["sex"].index("Female"))
+
+
+def from_tables(given: Table | list[Table], columns: Columns) -> Constraint:
+    """Return the constraints that tables of a configuration describe, of a classifier.
+
+    Args:
+        given: A table, or a list of tables for several; each may have a `tolerance` then.
+        columns: The groups that there are; the first one is that of gaps without a `group`.
+    """
+    if isinstance(given, list):
+        tolerances = [t.get("tolerance", 0.0) if isinstance(t, dict) else 0.0 for t in given]
+        tables = [
+            {k: v for k, v in t.items() if k != "tolerance"} if isinstance(t, dict) else t
+            for t in given
+        ]
+        parts = [
+            _from_table(table, columns, f"constraint[{number}]")
+            for number, table in enumerate(tables)
+        ]
+        return Several(parts, tolerances)
+    return _from_table(given, columns, "constraint")
+
+
+def _from_table(table: Table, columns: Columns, where: str) -> Constraint:
+    known = {"score": logits, "loss": losses, "label": "y"}
+    if isinstance(table, dict) and "groups" in table:
+        raise InvalidInput(f"{where}.groups: the groups' names come with the data.")
+    group = table.get("group") if isinstance(table, dict) else None
+    if group is not None:
+        if group not in columns:
+            there = ", ".join(map(repr, columns)) or "none"
+            raise InvalidInput(f"{where}.group: {group!r} is not a group of the data: {there}.")
+        entry, names = columns[group]
+        return from_table({**table, "group": entry, "groups": list(names)}, where, **known)
+    if columns:
+        entry, names = next(iter(columns.values()))
+        known |= {"group": entry, "groups": list(names)}
+    return from_table(table, where, **known)
+
+
+def means_in(constraint: Constraint | None) -> list[SampleMeans]:
+    """Return the constraints by name that are part of a constraint."""
+    if isinstance(constraint, Several):
+        return [found for part in constraint.parts for found in means_in(part)]
+    if isinstance(constraint, EachClient):
+        return means_in(constraint.constraint)
+    return [constraint] if isinstance(constraint, SampleMeans) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """Function of (model, data): the exact value that a claim of a constraint is about."""
+
+    constraint: SampleMeans
+    claim: str
+
+    def __call__(self, model: PyTree, data: People) -> Float[Array, ""]:
+        """Compute the value."""
+        return jnp.asarray(self.constraint.claimed(self.constraint.counts(model, data))[self.claim])
+
+
+def losses(model: PyTree, data: People) -> Float[Array, " s"]:
+    """Compute the cross-entropy of every person."""
+    z = logits(model, data)
+    return logistic(jnp.where(data["y"] == 1, -z, z))
+
+
 def logits(model: PyTree, data: People) -> Float[Array, " s"]:
     """Compute log(π / (1 − π)) of every person."""
     return jax.vmap(model)(data["x"])
@@ -126,8 +236,7 @@ def logits(model: PyTree, data: People) -> Float[Array, " s"]:
 
 def cross_entropy(model: PyTree, data: People) -> Float[Array, ""]:
     """Compute the mean cross-entropy of π."""
-    z = logits(model, data)
-    return jnp.mean(logistic(jnp.where(data["y"] == 1, -z, z)), where=data["mask"])
+    return jnp.mean(losses(model, data), where=data["mask"])
 
 
 def parity_sums(model: PyTree, data: People) -> Sums:

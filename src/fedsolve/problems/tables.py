@@ -23,10 +23,10 @@ from fedsolve.data.preprocessing import Arrays, Fitted, Preprocessing, fit, fitt
 from fedsolve.data.tables import Feature, Schema, Source, load_table
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
-from fedsolve.problem.constraints import Statistics
+from fedsolve.problem.constraints import Constraint, Statistics
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.stacking import stack_clients
-from fedsolve.problems.fairness import CONSTRAINTS, Sums, cross_entropy, gap
+from fedsolve.problems.fairness import CONSTRAINTS, Sums, cross_entropy, from_tables, gap
 from fedsolve.types import Table
 
 Rows = dict[str, PyTree]  # of one client, with their mask
@@ -42,7 +42,7 @@ def tabular(
     model: str = "logistic",
     width: int = 16,
     depth: int = 1,
-    constraint: str | None = None,
+    constraint: str | Table | list[Table] | None = None,
     bound: float | int = 0.0,
     batch_size: int | None = None,
     seed: int = 0,
@@ -66,8 +66,11 @@ def tabular(
         model: `"logistic"` (logistic regression, from 0) or `"network"`.
         width: The width of a network's hidden layers.
         depth: The number of a network's hidden layers.
-        constraint: `"demographic_parity"` or `"equal_opportunity"`, as in `adult`; None for none.
-        bound: The gap at which g is 0.
+        constraint: `"demographic_parity"` or `"equal_opportunity"`, as in `adult`; a constraint by
+            name, of decisions, as a table with its `kind` (a function of `fs.constraints`) and its
+            arguments: `{"kind": "sensitivity", "at_least": 0.9}`; or a list of tables; None for
+            none. `group` is the name of the group's column.
+        bound: The gap at which g is 0, of a constraint without a table.
         batch_size: The size of minibatches; None for all rows of a client.
         seed: Seed of a network's initial parameters.
 
@@ -233,9 +236,17 @@ class GapAbove:
         return gap(sums) - self.bound
 
 
-def _constraint(name: str | None, bound: float, schema: Schema) -> Statistics | None:
+def _constraint(
+    name: str | Table | list[Table] | None, bound: float, schema: Schema
+) -> Constraint | None:
     if name is None:
         return None
+    if not isinstance(name, str):
+        if bound != 0:
+            raise InvalidInput("bound is of a constraint without a table; give at_most in it.")
+        group = schema.group
+        columns = {} if group is None else {group.name: ("protected", group.words)}
+        return from_tables(name, columns)
     if name not in CONSTRAINTS:
         known = " or ".join(f'"{each}"' for each in CONSTRAINTS)
         raise InvalidInput(f"constraint must be {known}, got {name!r}.")
@@ -261,14 +272,16 @@ def _model(name: str, inputs: int, width: int, depth: int, seed: int) -> eqx.Mod
 
 
 def _stand_in(schema: Schema) -> Arrays:
-    """Return two rows that stand for a site's table, where only its shapes matter."""
+    """Return four rows that stand for a site's table: both labels in both groups."""
 
-    def values(column: object) -> np.ndarray:
-        is_number = isinstance(column, Feature) and column.is_number
-        return np.zeros(2) if is_number else np.arange(2, dtype=np.int32) % 2
+    def values(entry: str, column: object) -> np.ndarray:
+        if isinstance(column, Feature) and column.is_number:
+            return np.zeros(4)
+        rows = np.arange(4, dtype=np.int32)
+        return rows // 2 if entry == "label" else rows % 2
 
-    found = {entry: values(column) for entry, column in schema.columns().items()}
+    found = {entry: values(entry, column) for entry, column in schema.columns().items()}
     for feature in schema.features:
         if feature.kind == "categorical":
-            found[f"feature {feature.name}"] = np.zeros(2, np.int32)
+            found[f"feature {feature.name}"] = np.zeros(4, np.int32)
     return found

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from fedsolve.algorithms.base import Algorithm
+from fedsolve.federation.best import with_best
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.problem.problem import Problem
-from fedsolve.runtimes.chunks import Spans, until
+from fedsolve.runtimes.chunks import GRID, Spans, until
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.recording import record_round
@@ -78,9 +79,9 @@ class Runtime(abc.ABC):
         """Return the whole state; of several processes, all must call this."""
         return whole(state)
 
-    def finish(self, state: State) -> History | None:
-        """Return entries that are still missing after the last round."""
-        return None
+    def finish(self, state: State) -> tuple[State, History | None]:
+        """Return the last state, and entries that are still missing after the last round."""
+        return state, None
 
     def close(self) -> None:  # noqa: B027
         """Release what the runtime holds."""
@@ -132,6 +133,8 @@ class RoundByRound(Runtime):
                 continue
             entry = info | self.evaluate(state)
             entries.append(entry_history(entry, stop))
+            if evaluate == GRID:
+                state = with_best(state, entry, self.algorithm.feasible_up_to)
             if rule is not None and bool(rule(entry)):
                 return Advanced(state, joined(entries), True)
         return Advanced(state, joined(entries) or no_history())

@@ -6,14 +6,16 @@ import numpy as np
 from jaxtyping import Int
 
 SLOTS = 100  # spans in one call of the compiled program
-Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop
+Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop:
+GRID, LAST = 1, 2  # it is a multiple of `every`; or only the last round, not so in a longer run
 
 
 def spans_of(first: int, rounds: int, every: int) -> Spans:
     """Return the spans between evaluations, from round `first` on."""
     stops = np.append(np.arange((first // every + 1) * every, rounds, every), rounds)
     starts = np.append(first, stops[:-1])
-    return np.stack([starts, stops, np.ones_like(stops)], axis=1).astype(np.int32)
+    kinds = np.where(stops % every == 0, GRID, LAST)
+    return np.stack([starts, stops, kinds], axis=1).astype(np.int32)
 
 
 def padded(spans: Spans) -> Spans:

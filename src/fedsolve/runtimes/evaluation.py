@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fedsolve.algorithms.base import Algorithm
+from fedsolve.compression.clipping import limit
 from fedsolve.compression.packets import weighted_sum
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
-from fedsolve.federation.state import State
+from fedsolve.federation.rules import EVALUATION, Context, Draw, Rule
+from fedsolve.federation.state import AT_EVALUATION, SeedWords, State, noise_of
 from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
@@ -99,6 +102,7 @@ def evaluate(
     shares: Shares = None,
     keep: bool = False,
     memory: PyTree = None,
+    through: Through | None = None,
 ) -> Info:
     """Return f and g over all clients, the metrics, and what else is to be followed, at w.
 
@@ -108,7 +112,7 @@ def evaluate(
     gradient = options.wants_gradient
     given = {"options": options, "gradient": gradient, "own_gradients": keep, "memory": memory}
     values = client_values(problem, w, key, **given)
-    found = combined(problem, w, values, shares)
+    found = combined(problem, w, values, shares, through)
     if keep:
         found[GRADIENTS] = values["gradient"]
     for name, diagnostic in options.follow:
@@ -129,18 +133,64 @@ def evaluate_state(
     """Evaluate after a round, with the compression error that clients hold back there."""
     shares = algorithm.objective_weights(state.server, state.participation)
     problem = state.problem_now(problem)
-    found = evaluate(problem, state.w, state.evaluation_key, options, shares, keep, state.memory)
+    through = Through.of(options, state)
+    found = evaluate(
+        problem, state.w, state.evaluation_key, options, shares, keep, state.memory, through
+    )
+    if through is not None:
+        return found  # what clients hold back is their own affair
     error = algorithm.uplink_error(state.clients, state.w, state.round)
     return found if error is None else found | {"uplink_error": error}
 
 
-def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None) -> Info:
+class Through(eqx.Module):
+    """A rule through which the clients' values of one evaluation go."""
+
+    rule: Rule
+    seed: SeedWords
+    round: Round
+
+    @classmethod
+    def of(cls, options: RoundOptions, state: State) -> Through | None:
+        """Return the rule for an evaluation in that state, if there is one."""
+        rules = [rule for rule in options.rules if rule.covers_evaluation()]
+        return cls(rules[0], state.seed, state.round) if rules else None
+
+    def replies(self, values: Values) -> dict[str, Replies]:
+        """Return each quantity, of which only sums and means can be had."""
+        clip, draw = self.rule.clip_of(EVALUATION), self.draw()
+        found: dict[str, Replies] = {}
+        for name, own in values.items():
+            if clip is not None:
+                own = jax.vmap(lambda reply: limit(reply, clip))(own)
+            heard = Replies(own, np.ones(len(values["objective"]), bool))
+            found[name] = self.rule.receive(heard, Context(EVALUATION, draw, lambda name: None))
+        return found
+
+    def draw(self) -> Draw:
+        """Return what draws the noise."""
+        return noise_of(self.seed, self.round, AT_EVALUATION)
+
+
+def combined(
+    problem: Problem,
+    w: Vector,
+    values: Values,
+    shares: Shares = None,
+    through: Through | None = None,
+) -> Info:
     """Return f, g and the metrics at w from clients' values there, and of how many clients.
 
     With `shares` there is also the f (and the g, where it is a mean) in which clients count by
     these. With an entry `gradient` there is also ‖∇f(w)‖².
     """
-    found = {k: jnp.mean(v) for k, v in values.items() if k not in ("constraint", "gradient")}
+    scalars = {k: v for k, v in values.items() if k not in ("constraint", "gradient")}
+    if through is None:
+        found: Info = {k: jnp.mean(v) for k, v in scalars.items()}
+    else:
+        _check_through(values, shares)
+        covered = through.replies(values)
+        found = {k: jnp.mean(covered[k].mean()) for k in scalars}
     found["clients_evaluated"] = jnp.int32(len(values["objective"]))
     if "gradient" in values:
         parts = values["gradient"]  # of some clients together each
@@ -148,7 +198,9 @@ def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None)
         found["squared_gradient"] = jnp.sum(slope**2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
+        heard = heard if through is None else covered["constraint"]
         found["constraint"], _ = problem.constraint.combine(heard)
+        found |= problem.constraint.report(heard)
     if shares is not None:
         each = {k: values[k] for k in ("objective", "constraint") if k in values}
         if not isinstance(problem.constraint, Mean):
@@ -158,3 +210,17 @@ def combined(problem: Problem, w: Vector, values: Values, shares: Shares = None)
     params = problem.params_at(w)
     extra = () if problem.state is None else (problem.state,)
     return found | {name: metric(params, problem.test, *extra) for name, metric in problem.metrics}
+
+
+def _check_through(values: Values, shares: Shares) -> None:
+    """Raise if an evaluation has more than the rule between it and the clients covers."""
+    if "gradient" in values:
+        raise InvalidInput(
+            "A rule on ‖∇f(w)‖² sees every client's gradient without noise: stop by the objective, "
+            'or give evaluation="outside".'
+        )
+    if shares is not None:
+        raise InvalidInput(
+            "The weighted objective is not covered by privacy: use equal weights, or give "
+            'evaluation="outside".'
+        )

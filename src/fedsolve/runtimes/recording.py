@@ -25,7 +25,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Message, PyTree, Reply, Vector
+from fedsolve.types import Cohort, Flag, Flags, Message, Number, PyTree, Reply, Vector
 
 
 class Pending(eqx.Module):
@@ -37,6 +37,7 @@ class Pending(eqx.Module):
     message: Message
     w: Vector  # as clients hold it then
     arrived: Bool[Array, " m"]  # whose answers will have arrived
+    clip: Number | None = None  # the largest norm of an answer
 
 
 class Unanswered(Exception):
@@ -63,6 +64,8 @@ class RoundRecord:
     exchanges: tuple[RecordedExchange, ...]
     packets: tuple[Packet, ...]
     one_cohort: bool  # whether all questions go to one cohort, drawn before the first of them
+    releases: tuple[str, ...] = ()  # the exchange of every sum that a rule computes
+    asks_some: bool = False  # whether each question goes to those of its cohort with a flag
 
 
 class Recorder(Federation):
@@ -89,6 +92,7 @@ class Recorder(Federation):
         self._answers = answers
         self.exchanges: list[RecordedExchange] = []
         self.cohorts: list[Cohort] = []
+        self.asks_some = True
         self.packets: list[Packet] = []
 
     @property
@@ -97,6 +101,7 @@ class Recorder(Federation):
 
     def _deliver(self, exchange: Exchange, cohort: Cohort, asked: Flags) -> tuple[Reply, Flags]:
         arrived = self._arrived(exchange, cohort, asked)
+        self.asks_some &= not isinstance(asked, np.ndarray)
         if self._answers is None:
             reply = self._reply_shapes(exchange)
             self.exchanges.append(RecordedExchange(exchange.name, shapes(exchange.message), reply))
@@ -114,6 +119,7 @@ class Recorder(Federation):
                 exchange.message,
                 self.w,
                 jnp.asarray(arrived),
+                exchange.clip,
             )
         )
 
@@ -141,8 +147,15 @@ def record_round(
     def trace(problem: Problem, algorithm: Algorithm, state: State) -> None:
         recorder = Recorder(problem, state, options, clients)
         recorder.play(algorithm)
-        found = tuple(recorder.exchanges), tuple(recorder.packets), recorder.one_cohort
-        records.append(RoundRecord(*found))
+        records.append(
+            RoundRecord(
+                tuple(recorder.exchanges),
+                tuple(recorder.packets),
+                recorder.one_cohort,
+                tuple(recorder.releases),
+                recorder.asks_some,
+            )
+        )
 
     eqx.filter_eval_shape(trace, problem, algorithm, state)
     return records[0]

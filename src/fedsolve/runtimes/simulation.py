@@ -19,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Int
 
 from fedsolve.algorithms.base import Algorithm
+from fedsolve.federation.best import with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.known import Known, can_be_known
@@ -28,7 +29,7 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.base import Advanced, Runtime
 from fedsolve.runtimes.blocks import block_size, map_clients
-from fedsolve.runtimes.chunks import Spans, padded
+from fedsolve.runtimes.chunks import GRID, Spans, padded
 from fedsolve.runtimes.evaluation import GRADIENTS, evaluate_state
 from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
@@ -192,6 +193,8 @@ def advance(
             info,
             known,
         )
+        counts = (wanted == GRID) & ~stopped
+        state = with_best(state, found, algorithm.feasible_up_to, counts=counts)
         return (state, stopped | found.get("stopped", False), known), info | found
 
     carry = state, jnp.asarray(stopped), unknown

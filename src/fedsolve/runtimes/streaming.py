@@ -31,7 +31,7 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.base import Advanced, Fault, RoundByRound
 from fedsolve.runtimes.chunks import Spans
-from fedsolve.runtimes.evaluation import Shares, Values, client_values, combined
+from fedsolve.runtimes.evaluation import Shares, Through, Values, client_values, combined
 from fedsolve.runtimes.recording import (
     Pending,
     first_cohort,
@@ -182,7 +182,8 @@ class Streamed(RoundByRound):
             found.append(jax.tree.map(lambda leaf, at=first - begin: np.asarray(leaf)[at:], values))
         values = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *found)
         shares = self.algorithm.objective_weights(state.server, state.participation)
-        return _combined(state.problem_now(self._rest), state.w, values, shares)
+        through = Through.of(self.options, state)
+        return _combined(state.problem_now(self._rest), state.w, values, shares, through)
 
     # A round of several cohorts
 
@@ -329,7 +330,7 @@ def _answer_block(
     key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
     method = getattr(algorithm, pending.method)
     exchange = Exchange(
-        problem, key, pending.w, state.round, pending.number, method, pending.message
+        problem, key, pending.w, state.round, pending.number, method, pending.message, pending.clip
     )
 
     def answer(index: Int[Array, ""], samples: Samples, own: PyTree) -> tuple[PyTree, Reply]:
@@ -353,8 +354,10 @@ def _evaluate_block(
 
 
 @eqx.filter_jit
-def _combined(problem: Problem, w: Vector, values: Values, shares: Shares) -> Info:
-    return combined(problem, w, values, shares)
+def _combined(
+    problem: Problem, w: Vector, values: Values, shares: Shares, through: Through | None
+) -> Info:
+    return combined(problem, w, values, shares, through)
 
 
 def _kind_on_device(leaf: np.ndarray | Array, dtype: np.dtype | None) -> np.dtype:

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from fedsolve.errors import Diverged, Interrupted
 from fedsolve.federation.state import State
+from fedsolve.privacy.accounting import Ledger
 from fedsolve.runtimes.base import Fault, Runtime
 from fedsolve.runtimes.chunks import Spans, spans_of, split, until
 from fedsolve.runtimes.history import History
@@ -53,6 +54,7 @@ class Loop:
         interrupted: Whether to stop.
         saver: Keeps the run on disk.
         progress: Called after every chunk.
+        ledger: Counts what a private run spends.
     """
 
     runtime: Runtime
@@ -63,6 +65,7 @@ class Loop:
     interrupted: Callable[[], bool]
     saver: Saver | None = None
     progress: Progress | None = None
+    ledger: Ledger | None = None
 
     def run(self, state: State, chunks: list[History]) -> Run:
         """Play the rounds that are missing.
@@ -96,6 +99,7 @@ class Loop:
             after, entries, stopped = self.runtime.advance(state, now)
             if fault := self.runtime.fault(state, after, entries):
                 self._fail(fault, state, now, chunks)
+            after, entries = self._enter(after, entries)
             chunks.append(entries)
             state, spans = after, rest[:0] if stopped else rest
             pace = (now[-1, 1] - now[0, 0]) / max(time.perf_counter() - began, 1e-9)
@@ -103,7 +107,9 @@ class Loop:
             if len(spans) or self.runtime.lags:
                 self._save_if_due(state, chunks)
             self._report(state, entries)
-        if last := self.runtime.finish(state):
+        state, last = self.runtime.finish(state)
+        if last:
+            state, last = self._enter(state, last)
             chunks.append(last)
             self._report(state, last)
         self._save(state, chunks, stopped)
@@ -114,9 +120,14 @@ class Loop:
         what = self.runtime.describe(fault, state, spans)
         if len(good := until(spans, fault.good)):
             state, entries, _ = self.runtime.advance(state, good)
+            state, entries = self._enter(state, entries)
             chunks = [*chunks, entries]
         message = f"Round {fault.round}: {what} is not finite; a smaller step may help."
         raise Diverged(message, self.result_of(state, chunks))
+
+    def _enter(self, state: State, entries: History) -> tuple[State, History]:
+        """Enter what a private run has spent."""
+        return (state, entries) if self.ledger is None else self.ledger.enter(state, entries)
 
     def _report(self, state: State, entries: History) -> None:
         if self.progress is not None:

@@ -12,13 +12,16 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.clock import Clock, check_clock
 from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
+from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.fields import check_count, check_kind, check_seed
+from fedsolve.privacy.private import Plan, Private
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import Devices, mesh_of
 from fedsolve.solving.checkpoint import Checkpoint, fingerprint, how_often, load
-from fedsolve.solving.stopping import check_stop, for_problem
+from fedsolve.solving.stopping import Spent, check_stop, for_problem
 from fedsolve.types import Function, Table
 
 RUNTIMES = ("compiled", "debug", "streamed")
@@ -46,6 +49,8 @@ class Options:
     clock: Clock | None = None
     devices: Devices = None
     store: object = None  # a folder or a mutable mapping
+    privacy: Private | None = None
+    aggregation: Rule | None = None
 
     def check(self, problem: Problem, algorithm: Algorithm) -> None:
         """Raise if this cannot be run."""
@@ -82,6 +87,7 @@ class Options:
                 'nor move a state (give buffers="frozen" to keep it as it is).'
             )
         algorithm.check(problem)
+        self._check_rules()
 
     def load(self) -> State | Checkpoint | None:
         """Return what the run goes on from, read from its file if need be."""
@@ -100,9 +106,48 @@ class Options:
             "precision": self.precision,
             "follow": fingerprint(self.followed),
             "clock": None if self.clock is None else fingerprint(self.clock),
+            "aggregation": None if self.aggregation is None else fingerprint(self.aggregation),
+            "privacy": self._fingerprint_of_privacy(),
         }
 
-    def of_rounds(self, problem: Problem) -> RoundOptions:
+    def _fingerprint_of_privacy(self) -> str | None:
+        """Return what the noise of a run depends on."""
+        if self.privacy is None:
+            return None
+        chosen = self.privacy.noise is None and self.privacy.rounds is None
+        return fingerprint(self.privacy, self.rounds if chosen else None)
+
+    def _check_rules(self) -> None:
+        """Raise if what stands between answers and algorithm cannot be used with the rest."""
+        if self.aggregation is not None:
+            check_kind("aggregation", self.aggregation, Rule)
+        if self.privacy is None:
+            return
+        check_kind("privacy", self.privacy, Private)
+        if self.aggregation is not None and not isinstance(self.aggregation, SecureSum):
+            raise InvalidInput(
+                f"{type(self.aggregation).__name__} is no sum, and privacy covers sums only: leave "
+                "out aggregation. Privacy bounds the norm of every answer already."
+            )
+        if self.privacy.evaluation == "outside":
+            if self.stop is not None and not isinstance(self.stop, Spent):
+                raise InvalidInput(
+                    'With evaluation="outside" a rule would stop the run by exact values, which '
+                    "privacy does not cover: leave out stop, or make the evaluation private."
+                )
+        elif self.follow:
+            raise InvalidInput(
+                "What follow computes sees clients' data without noise, which privacy does not "
+                'cover: leave it out, or give evaluation="outside".'
+            )
+
+    def plan(self, problem: Problem, algorithm: Algorithm) -> Plan | None:
+        """Return what a private run adds and may spend."""
+        if self.privacy is None:
+            return None
+        return self.privacy.plan(problem, algorithm, self.rounds, self.evaluate_every)
+
+    def of_rounds(self, problem: Problem, plan: Plan | None = None) -> RoundOptions:
         """Return the options that are part of the compiled program."""
         return RoundOptions(
             self.arrivals,
@@ -110,6 +155,8 @@ class Options:
             for_problem(self.stop, problem),
             self.followed,
             self.clock,
+            self.aggregation,
+            None if plan is None else plan.rule,
             self.mesh,
         )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
+from fedsolve.federation.best import KEPT, with_best
 from fedsolve.federation.state import State
 from fedsolve.fields import check_positive
 from fedsolve.problem.problem import Kept, Problem
@@ -26,6 +27,56 @@ if TYPE_CHECKING:  # slow imports, and a package above this one
 
 Settings = Mapping[str, object]  # what a sweep changed, by field
 Columns = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class BestRound:
+    """The best evaluated round of a run, as `Run.best` returns it.
+
+    Args:
+        params: The parameters after that round, in the problem's own structure.
+        round: The round, as the history counts.
+        objective: f there; where clients have weights, Σ p_j f_j.
+        constraint: g there; None if the problem has no constraint.
+        feasible: Whether g is within the tolerance. It never is in a deployment where some client
+            was not evaluated in that round.
+        buffers: The state of the loss there, where the server averages it; None if there is none.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.neyman_pearson(clients=4)
+        >>> run = fs.solve(problem, fs.FedSGM(step_size=1.0, tolerance=0.1), rounds=60)
+        >>> run.best.feasible, run.best.constraint <= 0.1
+        (True, True)
+    """
+
+    params: PyTree
+    round: int
+    objective: float
+    constraint: float | None
+    feasible: bool
+    buffers: PyTree = None
+
+    def __str__(self) -> str:
+        text = f"round {self.round}, f = {self.objective:.5g}"
+        if self.constraint is None:
+            return text
+        text += f", g = {self.constraint:.5g}"
+        return f"{text}, feasible" if self.feasible else f"{text}, the least: no feasible round"
+
+
+def concluded(state: State, history: History, algorithm: Algorithm) -> State:
+    """Return a run's last state, whose best round may be the last one.
+
+    A last evaluation between the others is not there in longer runs, so the rounds leave it out.
+    """
+    if not len(history.get("round", ())) or int(history["round"][-1]) != int(state.round):
+        return state
+    return with_best(state, _last(history, KEPT), algorithm.feasible_up_to)
+
+
+def _last(history: History, names: Sequence[str]) -> dict[str, Any]:
+    return {name: history[name][-1] for name in names if name in history}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -100,6 +151,28 @@ class Run:
             seed=seed,
             seconds=seconds,
             settings=settings or {},
+        )
+
+    @property
+    def best(self) -> BestRound | None:
+        """The best of the evaluated rounds; None if there is none.
+
+        It is the one with the least f of those with g ≤ tolerance (the algorithm's `tolerance`; 0
+        where it has none). If there is none, it is the one with the least g, and is not `feasible`.
+        Without a constraint it is the one with the least f. Personal parameters, which clients
+        keep, are the initial ones.
+        """
+        found = self.state.best
+        if int(found.round) == 0:
+            return None
+        constrained = self.problem.constraint is not None
+        return BestRound(
+            params=self.problem.params_at(np.asarray(found.w)),
+            round=int(found.round),
+            objective=float(found.objective),
+            constraint=float(found.constraint) if constrained else None,
+            feasible=bool(found.feasible),
+            buffers=jax.tree.map(np.asarray, found.buffers),
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,10 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput, ProcessLost
 from fedsolve.federation.clock import Clock
 from fedsolve.federation.options import Arrivals, RoundOptions, Stop
+from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
+from fedsolve.privacy.accounting import Ledger
+from fedsolve.privacy.private import Plan, Private
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Runtime
 from fedsolve.runtimes.debug import Debug
@@ -38,7 +42,7 @@ from fedsolve.solving.checkpoint import Checkpoint, Checkpoints, exists, fingerp
 from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.options import Options, Progress
-from fedsolve.solving.result import Run
+from fedsolve.solving.result import Run, concluded
 from fedsolve.types import PyTree
 
 
@@ -63,6 +67,8 @@ def solve(
     clock: Clock | None = None,
     devices: Devices = None,
     store: object = None,
+    privacy: Private | None = None,
+    aggregation: Rule | None = None,
 ) -> Run:
     """Run an algorithm on a problem for a number of rounds, or until a rule ends the run.
 
@@ -101,6 +107,9 @@ def solve(
             call alike.
         store: Where a streamed run keeps clients' states: a folder, or any mutable mapping from
             numbers to bytes; by default a temporary folder.
+        privacy: Differential privacy of clients, such as `fs.Private(clip=1.0, noise=2.0)`; the
+            history then has ε so far as `epsilon`, and the run ends when its budget is spent.
+        aggregation: How the server adds up answers; None for plain sums.
 
     Returns:
         Parameters, history and state.
@@ -136,21 +145,28 @@ def solve(
         clock,
         devices,
         store,
+        privacy,
+        aggregation,
     )
     options.check(problem, algorithm)
-    saved, round_options = options.load(), options.of_rounds(problem)
+    saved, plan = options.load(), options.plan(problem, algorithm)
+    round_options = options.of_rounds(problem, plan)
     saver = _saver(problem, algorithm, options, saved, fingerprint(round_options.stop))
     began = time.perf_counter() - (saved.seconds if isinstance(saved, Checkpoint) else 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lost_process(checkpoint))
         dtype = stack.enter_context(precision_of(precision))
         made = _made(problem, algorithm, options, round_options, dtype, stack)
-        state, chunks = _beginning(made, saved, options)
+        ledger = None if plan is None else plan.ledger
+        rounds = _affordable(rounds, plan, saved)
+        state, chunks = _beginning(made, saved, options, ledger)
         if saver is not None:
             saver.store = made.store
 
         def result(state: State, chunks: list[History], seconds: float) -> Run:
-            return Run.of(problem, algorithm, state, joined(chunks), seed, seconds)
+            history = joined(chunks)
+            state = concluded(state, history, algorithm)
+            return Run.of(problem, algorithm, state, history, seed, seconds)
 
         loop = Loop(
             runtime=made,
@@ -161,6 +177,7 @@ def solve(
             interrupted=interrupted or stack.enter_context(_ctrl_c()),
             saver=saver,
             progress=progress,
+            ledger=ledger,
         )
         if isinstance(saved, Checkpoint) and _is_over(saved, rounds, round_options):
             return loop.result_of(state, chunks)
@@ -225,10 +242,17 @@ def _made(
 
 
 def _beginning(
-    runtime: Runtime, saved: State | Checkpoint | None, options: Options
+    runtime: Runtime,
+    saved: State | Checkpoint | None,
+    options: Options,
+    ledger: Ledger | None = None,
 ) -> tuple[State, list[History]]:
     """Return the state to begin with, and the history that there is."""
     start = runtime.start(jax.random.key_data(jax.random.key(options.seed)))
+    if ledger is not None:
+        start = ledger.start(start)
+    if isinstance(saved, State):
+        _check_spending(saved, ledger)
     if not isinstance(saved, Checkpoint):
         runtime.open(0, ())
         return (
@@ -257,7 +281,30 @@ def _resumed(saved: State, start: State, rounds: int) -> State:
         raise InvalidInput(
             f"The state to resume from has done {int(saved.round)} of {rounds} rounds."
         )
-    return jax.tree.map(jnp.asarray, saved)
+    saved = jax.tree.map(jnp.asarray, saved)
+    return dataclasses.replace(saved, best=start.best)  # of the rounds that this run plays
+
+
+def _affordable(rounds: int, plan: Plan | None, saved: State | Checkpoint | None) -> int:
+    """Return the number of rounds to which a run may go, by its budget."""
+    if plan is None or plan.rounds == rounds:
+        return rounds
+    done = 0 if saved is None else int(saved.round)
+    if isinstance(saved, State) and done >= plan.rounds:
+        raise InvalidInput(
+            f"The budget is spent after round {plan.rounds}, and the state has done {done}."
+        )
+    return max(plan.rounds, done)
+
+
+def _check_spending(saved: State, ledger: Ledger | None) -> None:
+    """Raise if a state cannot go on with this privacy, or without any."""
+    if ledger is not None:
+        ledger.check(saved)
+    elif saved.spent is not None:
+        raise InvalidInput(
+            "The state to resume from is of a private run: go on with the same privacy."
+        )
 
 
 def _shapes(tree: PyTree) -> tuple[object, list[tuple[Any, ...]]]:

@@ -28,7 +28,7 @@ from fedsolve.runtimes.history import History, host_history, joined
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.runtimes.simulation import advance
 from fedsolve.solving.options import Options
-from fedsolve.solving.result import Run, Sweep
+from fedsolve.solving.result import Run, Sweep, concluded
 from fedsolve.types import Flag, Info, PRNGKey
 
 Module = TypeVar("Module", bound=eqx.Module)
@@ -170,7 +170,7 @@ class _Grid:
             columns = {k: v if k == "round" else v[:, row] for k, v in history.items()}
             own = History({name: values[:done] for name, values in columns.items()})
             last = jax.tree.map(lambda leaf, row=row: leaf[row], state)
-            problem = self._problems[number]
+            problem, last = self._problems[number], concluded(last, own, changed)
             self._runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
 
 

@@ -1,0 +1,422 @@
+"""Differential privacy of clients: clip what they send, add noise to its sums, count what is spent.
+
+Every reply r_j of an exchange is clipped on the client, c_j = r_j · min(1, C/‖r_j‖). The algorithm
+gets only sums, Σ a_j c_j + N(0, (z C max_j |a_j|)² I), and means, which are such sums over a number
+that does not depend on data. Nothing else that a client says can reach an algorithm.
+
+| here | | |
+|---|---|---|
+| `clip` | C | of each exchange |
+| `noise` | z | of each exchange, in units of its clip |
+| `epsilon`, `delta` | ε, δ | what the whole run may spend |
+
+The mechanism is that of McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private
+Recurrent Language Models" (2018), applied to every exchange of a round. What is clipped is what
+is sent, so that error feedback keeps the rest for later rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fedsolve.algorithms.base import Algorithm
+from fedsolve.algorithms.participating import Participating
+from fedsolve.errors import InvalidInput
+from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.replies import Replies
+from fedsolve.federation.rules import EVALUATION, Context, Rule, SumsOnly, Weights, sums_only
+from fedsolve.federation.state import State
+from fedsolve.fields import Scalar, check_count, check_positive, optional, scalar, static
+from fedsolve.participation.selection import Poisson, Random
+from fedsolve.participation.weighting import Uniform
+from fedsolve.privacy.accounting import (
+    ACCOUNTANTS,
+    Accountant,
+    Ledger,
+    Sampling,
+    least_scale,
+    together,
+)
+from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.evaluation import client_values
+from fedsolve.runtimes.recording import RoundRecord, record_round
+from fedsolve.types import Info, Number, PyTree
+
+EVALUATIONS = ("private", "outside")
+TELLS_WHO = ("cohort", "available", "picks", "selection_skew")  # columns about who took part
+By = Scalar | dict[str, Scalar]
+
+
+class Private(eqx.Module):
+    """Client-level differential privacy, for `fs.solve(..., privacy=...)`.
+
+    Give the `noise`, or a budget `epsilon`, for which the noise is then chosen. With both the run
+    stops before it would spend more. The history has ε so far as `epsilon`.
+
+    All that clients say is covered: updates, constraint values, statistics and evaluations. An
+    algorithm that looks at single replies (losses for selection, sizes for weights) is refused.
+
+    Args:
+        clip: The largest norm of a reply: one number for every exchange, or one for each by the
+            name of the client's method (`{"improve": 1.0, "measure": 0.5, "evaluation": 0.5}`).
+        noise: The standard deviation of the noise in a sum, in units of the clip; a number or by
+            name. None to choose it by `epsilon`.
+        epsilon: ε, the most that the run may spend; None for no limit.
+        delta: δ, below 1/n; None for n^(−1.1), with n clients.
+        shares: By name, shares of the budget where the noise is chosen by `epsilon`: the noise of
+            an exchange is proportional to 1/√share, and a share that is not given is 1.
+        evaluation: `"private"`: objective and constraint in the history are clipped, get noise and
+            cost ε, too. `"outside"`: they are exact and not covered, for studies in simulation.
+        accountant: `"rdp"` or `"pld"`, which is tighter and slower.
+        rounds: The rounds for which the budget must last; None for those of the run.
+        participants: The clients of a round for which the noise is planned; None for those of the
+            algorithm, from which they must not differ.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> privacy = fs.Private(clip={"improve": 0.5, "evaluation": 1.0}, noise=2.0, delta=1e-5)
+        >>> privacy.clip["improve"], privacy.noise
+        (0.5, 2.0)
+    """
+
+    clip: By = eqx.field(converter=lambda value: _by("clip", value), default=1.0)
+    noise: By | None = eqx.field(converter=lambda value: _by("noise", value), default=None)
+    epsilon: Scalar | None = eqx.field(converter=optional(scalar("epsilon")), default=None)
+    delta: Scalar | None = eqx.field(converter=optional(scalar("delta")), default=None)
+    shares: dict[str, Scalar] | None = eqx.field(
+        converter=lambda value: _by("shares", value), default=None
+    )
+    evaluation: str = static("private")
+    accountant: str = static("rdp")
+    rounds: int | None = static(None)
+    participants: int | None = static(None)
+
+    def __check_init__(self):
+        if self.clip is None:
+            raise InvalidInput("Privacy needs a clip, the largest norm of a client's reply.")
+        if self.noise is None and self.epsilon is None:
+            raise InvalidInput("Privacy needs noise, or an epsilon for which it is chosen.")
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            if value is not None:
+                check_positive(name, value)
+        if self.delta is not None and float(self.delta) >= 1:
+            raise InvalidInput(f"delta must be below 1/n for n clients, got {self.delta}.")
+        if self.evaluation not in EVALUATIONS:
+            raise InvalidInput(
+                f'evaluation must be "private" or "outside", got {self.evaluation!r}.'
+            )
+        if self.accountant not in ACCOUNTANTS:
+            raise InvalidInput(f'accountant must be "rdp" or "pld", got {self.accountant!r}.')
+        for name in ("rounds", "participants"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+
+    @classmethod
+    def for_budget(
+        cls,
+        epsilon: float,
+        delta: float | None = None,
+        rounds: int | None = None,
+        participants: int | None = None,
+        **others: Any,
+    ) -> Private:
+        """Return privacy whose noise is chosen so that a run spends at most (ε, δ).
+
+        Args:
+            epsilon: ε.
+            delta: δ, below 1/n; None for n^(−1.1).
+            rounds: The rounds for which the budget must last; None for those of the run.
+            participants: The clients of a round; None for those of the algorithm.
+            others: Other fields of `Private`: `clip`, `shares`, `evaluation`, `accountant`.
+
+        Returns:
+            The privacy. The noise is computed when the run begins.
+
+        Raises:
+            InvalidInput: If a value cannot be used.
+
+        Example:
+            >>> import fedsolve as fs
+            >>> fs.Private.for_budget(4.0, 1e-3, rounds=100, clip=0.5).noise is None
+            True
+        """
+        return cls(epsilon=epsilon, delta=delta, rounds=rounds, participants=participants, **others)
+
+    def plan(
+        self, problem: Problem, algorithm: Algorithm, rounds: int, evaluate_every: int = 1
+    ) -> Plan:
+        """Return what this means for a run: its noise, what a round costs, how many rounds fit.
+
+        Args:
+            problem: The problem.
+            algorithm: The algorithm.
+            rounds: The rounds of the run.
+            evaluate_every: The rounds between two evaluations.
+
+        Returns:
+            The plan.
+
+        Raises:
+            InvalidInput: If the algorithm is not covered, or the budget allows no round.
+        """
+        delta = self._delta(problem)
+        if problem.averages_state:
+            raise InvalidInput(
+                "The state of the loss, which the server averages, is not covered by privacy: give "
+                'the problem buffers="frozen".'
+            )
+        names, record = _releases(self, problem, algorithm)
+        sampling = _sampling(algorithm, problem, record)
+        if self.participants is not None and self.participants != round(sampling.expected):
+            raise InvalidInput(
+                f"Noise is planned for {self.participants} participants, and a round has "
+                f"{sampling.expected:g}."
+            )
+        quantities = _quantities(problem) if self.evaluation == "private" else 0
+        known = set(names) | ({EVALUATION} if quantities else set())
+        for field in ("clip", "noise", "shares"):
+            _check_names(field, getattr(self, field), known)
+        planned = rounds if self.rounds is None else self.rounds
+
+        def accountant(noise: Mapping[str, float]) -> Accountant:
+            each = {name: z / sampling.sensitivity for name, z in noise.items()}
+            one = together([each[name] for name, count in names.items() for _ in range(count)])
+            looking = together([each[EVALUATION]] * quantities if quantities else [])
+            return Accountant(one, looking, sampling, delta, self.accountant)
+
+        if self.noise is not None:
+            noise = {name: _of(self.noise, name, "noise") for name in known}
+        else:
+            shares = self.shares or {}
+            parts = {name: 1 / math.sqrt(float(shares.get(name, 1.0))) for name in known}
+            evaluations = -(-planned // evaluate_every)
+
+            def cost(scale: float) -> float:
+                scaled = {name: scale * part for name, part in parts.items()}
+                return accountant(scaled).epsilon(planned, evaluations)
+
+            assert self.epsilon is not None
+            scale = least_scale(float(self.epsilon), cost)
+            noise = {name: scale * part for name, part in parts.items()}
+        found = accountant(noise)
+        affordable = rounds
+        if self.epsilon is not None:
+            budget = float(self.epsilon) * (1 + 1e-9)
+            affordable = found.affordable(budget, rounds, lambda r: -(-r // evaluate_every))
+            if affordable == 0:
+                raise InvalidInput(
+                    f"One round costs ε = {found.epsilon(1, 1):.3g}, more than the budget "
+                    f"{float(self.epsilon):g}: more noise would do."
+                )
+        clips = {name: _of(self.clip, name, "clip") for name in known}
+        rule = NoisySums(clips, noise, _size(sampling), self.evaluation == "private")
+        return Plan(rule, Ledger(found), affordable, noise, sampling)
+
+    def _delta(self, problem: Problem) -> float:
+        n = problem.n
+        delta = n**-1.1 if self.delta is None else float(self.delta)
+        if delta >= 1 / n:
+            raise InvalidInput(
+                f"delta must be below 1/n = {1 / n:.3g} for {n} clients, got {delta:g}: else a "
+                "client's data may be published as they are."
+            )
+        return delta
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `Private` means for one run.
+
+    Args:
+        rule: The rule through which answers go.
+        ledger: Counts what is spent.
+        rounds: How many rounds the budget allows.
+        noise: The multiplier z of each exchange.
+        sampling: How a round's clients are drawn, as far as it counts.
+    """
+
+    rule: NoisySums
+    ledger: Ledger
+    rounds: int
+    noise: dict[str, float]
+    sampling: Sampling
+
+    def deviation(self, name: str) -> float:
+        """Return the standard deviation of the noise in each number of an exchange's mean.
+
+        Args:
+            name: The exchange, such as `"measure"` for the constraint's values.
+        """
+        return self.noise[name] * float(self.rule.clips[name]) / self.sampling.expected
+
+
+class NoisySums(Rule):
+    """The rule of a private run: clipped replies, of which only noisy sums can be had."""
+
+    clips: dict[str, Scalar]
+    noises: dict[str, Scalar]
+    # The number over which means are taken, where it must not be told who took part
+    size: float | None = eqx.field(static=True, default=None)
+    evaluation: bool = eqx.field(static=True, default=True)
+    default: Scalar | None = None  # the clip of exchanges that have none
+
+    def clip_of(self, name: str) -> Number:
+        clip = self.clips.get(name, self.default)
+        if clip is None:
+            raise InvalidInput(
+                f"The exchange {name!r} has no clip, so what clients answer is not covered: give "
+                f"clip={{{name!r}: ...}} the largest norm of an answer."
+            )
+        return clip
+
+    def covers_evaluation(self) -> bool:
+        return self.evaluation
+
+    def receive(self, replies: Replies, context: Context) -> Replies:
+        name, size = context.name, None if context.name == EVALUATION else self.size
+        noise = self.noises.get(name, 1.0) * self.clip_of(name)
+        plain = replies  # a secure sum, or the answers themselves
+        if not isinstance(replies, SumsOnly):
+            plain = Replies(replies.values, replies.arrived)
+        known: list[tuple[Weights, PyTree]] = []  # each sum is computed, and paid for, once
+
+        def released(weights: Weights) -> PyTree:
+            for earlier, total in known:
+                if earlier is weights:
+                    return total
+            if weights is not None and size is not None:
+                raise InvalidInput(
+                    "With clients drawn at random, privacy covers means with equal weights only: "
+                    "ask everyone, or leave out weights."
+                )
+            context.release(name)
+            mask = jnp.asarray(replies.arrived, jnp.result_type(float))
+            most = jnp.max(jnp.abs(mask if weights is None else mask * weights))
+            deviation = noise * (most if size is None else 1.0)
+            total = jax.tree.map(lambda leaf: _noisy(leaf, deviation, context), plain.sum(weights))
+            known.append((weights, total))
+            return total
+
+        def compute(weights: Weights, mean: bool) -> PyTree:
+            total = released(weights)
+            if not mean:
+                return total
+            if size is not None:
+                over: Any = size
+            elif weights is None:
+                over = jnp.maximum(plain.count, 1)
+            else:
+                over = jnp.sum(jnp.where(replies.arrived, weights, 0))
+                over = jnp.where(over > 0, over, 1)
+            return jax.tree.map(lambda leaf: (leaf / over).astype(leaf.dtype), total)
+
+        why = (
+            f"The algorithm looks at single answers of {name!r}, which privacy does not cover: "
+            "take an algorithm and a weighting that use sums only (weighting=None, uniform draws)."
+        )
+        return sums_only(replies, why, compute, size)
+
+    def published(self, info: Info) -> Info:
+        if self.size is None:
+            return info
+        return {column: value for column, value in info.items() if column not in TELLS_WHO}
+
+
+def _noisy(leaf: Float[Array, "..."], deviation: Number, context: Context) -> Float[Array, "..."]:
+    return leaf + (deviation * context.draw(jnp.shape(leaf))).astype(leaf.dtype)
+
+
+def _size(sampling: Sampling) -> float | None:
+    return None if sampling.kind == "none" else float(sampling.expected)
+
+
+def _releases(
+    private: Private, problem: Problem, algorithm: Algorithm
+) -> tuple[Counter[str], RoundRecord]:
+    """Return how many sums of each exchange a round computes; raise if it does more."""
+    clips = private.clip if isinstance(private.clip, dict) else {}
+    default = None if isinstance(private.clip, dict) else private.clip
+    probe = NoisySums(dict(clips), {}, None, False, default)
+    shapes = jax.eval_shape(lambda: State.start(problem, algorithm, jax.random.key(0)))
+    record = record_round(problem, algorithm, shapes, RoundOptions(privacy=probe))
+    return Counter(record.releases), record
+
+
+def _sampling(algorithm: Algorithm, problem: Problem, record: RoundRecord) -> Sampling:
+    """Return how the clients of a round are drawn, where that may count as privacy.
+
+    It counts only for uniform draws, made anew in each round, if clients keep nothing between
+    rounds: what a client keeps tells in which rounds it took part.
+    """
+    n = problem.n
+    kept = jax.eval_shape(lambda: (algorithm.init_client(problem.start()), problem.init_memory()))
+    plain = (
+        isinstance(algorithm, Participating)
+        and type(algorithm).draw is Participating.draw
+        and isinstance(algorithm.weighting, Uniform)
+        and not jax.tree.leaves(kept)
+    )
+    if plain and isinstance(algorithm, Participating):
+        chosen = algorithm.selecting
+        if isinstance(chosen, Random) and chosen.count < n and record.one_cohort:
+            return Sampling("fixed", n, float(chosen.count))
+        if isinstance(chosen, Poisson) and record.asks_some:
+            return Sampling("poisson", n, float(chosen.rate) * n)
+    if isinstance(algorithm, Participating) and algorithm.selecting.size is not None:
+        return Sampling("none", n, float(min(algorithm.selecting.size, n)))
+    return Sampling("none", n, float(n))
+
+
+def _quantities(problem: Problem) -> int:
+    """Return how many quantities of each client an evaluation has."""
+
+    def one() -> PyTree:
+        kept = problem.init_memory()
+        memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.n, *jnp.shape(x))), kept)
+        return client_values(problem, problem.start(), jax.random.key(0), memory=memory)
+
+    return len(jax.eval_shape(one))
+
+
+def _by(field: str, value: Any) -> Any:
+    """Convert one number, or numbers by the name of an exchange."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        number = scalar(field)(value)
+        check_positive(field, number)
+        return number
+    found = {str(name): scalar(f"{field}.{name}")(each) for name, each in value.items()}
+    for name, each in found.items():
+        check_positive(f"{field}.{name}", each)
+    return found
+
+
+def _of(value: By, name: str, field: str) -> float:
+    """Return the number of an exchange."""
+    if not isinstance(value, dict):
+        return float(value)
+    if name not in value:
+        raise InvalidInput(
+            f"The exchange {name!r} has no {field}, so what clients answer is not covered: give "
+            f"{field}={{{name!r}: ...}}."
+        )
+    return float(value[name])
+
+
+def _check_names(field: str, value: Any, known: set[str]) -> None:
+    """Raise if numbers are given for exchanges that a run does not have."""
+    if isinstance(value, dict) and (others := sorted(value.keys() - known - {EVALUATION})):
+        raise InvalidInput(
+            f"{field} has {others[0]!r}, and the exchanges are {', '.join(sorted(known))}."
+        )
