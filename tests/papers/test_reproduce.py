@@ -24,6 +24,7 @@ PAPERS = {  # every figure and table that the papers have
     "incentfedavg": (2, 0),
     "fedadmm": (5, 1),
 }
+OTHERS = {"ppbc/decisive", "flamby/tcga-brca"}
 
 
 def test_every_figure_and_table_is_there():
@@ -33,7 +34,7 @@ def test_every_figure_and_table_is_there():
         for kind, count in zip(("figure", "table"), counts, strict=True)
         for number in range(1, count + 1)
     }
-    assert catalogue.catalogue().keys() == expected
+    assert catalogue.catalogue().keys() == expected | OTHERS
 
 
 def test_the_list_tells_state_and_cost(fedsolve, monkeypatch):
@@ -195,6 +196,22 @@ def test_measures():
         "test_accuracy": np.nan,
     }.items():
         assert reproduce.measured(column, run) == pytest.approx(expected, nan_ok=True), column
+
+
+def test_measures_by_messages():
+    """The last value within the budget; of PPBC where an epoch ended; none if it is not used up."""
+    history = {
+        "round": np.arange(1, 7),
+        "vectors_up_total": np.array([3, 6, 19, 22, 25, 38]),
+        "reward": np.arange(6.0),
+    }
+    run = reproduce.Recorded(history, fs.FedSGM(0.1, 0.3), seed=0, allowed=200)
+    for messages, expected in {6: 1, 24: 3, 38: 5, 39: np.nan, 2: np.nan}.items():
+        found = reproduce.measured(f"reward@{messages} messages", run)
+        assert found == pytest.approx(expected, nan_ok=True)
+    history["epoch_end"] = np.array([0.0, 0, 1, 0, 0, 1])
+    assert reproduce.measured("reward@24 messages", run) == 2
+    assert np.isnan(reproduce.measured("reward@18 messages", run))
 
 
 def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):

@@ -8,6 +8,7 @@ from scipy.stats import trim_mean
 import fedsolve as fs
 from fedsolve.compression.packets import Dense
 from fedsolve.federation.rules import Context
+from fedsolve.privacy.robust import krum_scores
 from tests.support import examples
 
 CONTEXT = Context("improve", lambda shape: jnp.zeros(shape), lambda name: None)
@@ -27,12 +28,22 @@ def mean(rule, rows, heard=EVERYONE, weights=None):
 
 def krum_by_hand(rows, liars, keep):
     """Blanchard et al. (2017), section 3, with loops."""
+    return rows[np.argsort(scores_by_hand(rows, liars))[:keep]].mean(axis=0)
+
+
+def scores_by_hand(rows, liars):
     m = len(rows)
     scores = []
     for i in range(m):
         apart = sorted(np.sum((rows[i] - rows[j]) ** 2) for j in range(m) if j != i)
         scores.append(sum(apart[: m - liars - 2]))
-    return rows[np.argsort(scores)[:keep]].mean(axis=0)
+    return scores
+
+
+@pytest.mark.parametrize("liars", [1, 3])
+def test_krums_scores_are_sums_over_the_nearest(liars):
+    found = krum_scores(jnp.asarray(ROWS), jnp.asarray(EVERYONE), liars)
+    np.testing.assert_allclose(found, scores_by_hand(ROWS, liars), rtol=1e-4)
 
 
 def test_they_compute_what_they_are_named_after():

@@ -180,7 +180,7 @@ def test_clients_descend_the_gradient_of_the_surrogate_over_all_clients(name):
         placed = problem.on_device(jnp.float64)
         w = jnp.asarray([0.31, -0.87, 0.22])
         _, focus = combined(problem, w)
-        sent = [client(problem, i).constraint_grad(w, focus) for i in range(problem.n)]
+        sent = [client(problem, i).constraint_grad(w, focus=focus) for i in range(problem.n)]
 
         def g(w):
             return float(combined(problem, w)[0])
@@ -196,9 +196,9 @@ def test_a_minibatch_stands_for_all_samples_of_its_client():
     bound = named("sensitivity", judged_by="surrogate")
     whole, parts = problem_of(bound), problem_of(bound, batch_size=5)
     _, focus = combined(whole)
-    own, full = client(parts, 2), client(whole, 2).constraint_grad(jnp.asarray(W), focus)
+    own, full = client(parts, 2), client(whole, 2).constraint_grad(jnp.asarray(W), focus=focus)
     keys = jax.random.split(jax.random.key(0), 4000)
-    drawn = jax.vmap(lambda key: own.constraint_grad(jnp.asarray(W), focus, key))(keys)
+    drawn = jax.vmap(lambda key: own.constraint_grad(jnp.asarray(W), focus=focus, key=key))(keys)
     error = drawn.std(axis=0) / np.sqrt(len(keys))
     assert (np.abs(drawn.mean(axis=0) - full) < 5 * error).all()
 
@@ -268,7 +268,7 @@ BAD = {
     "tail must be": lambda: named("cvar", tail=1.0),
     "least must be below most": lambda: named("cvar", least=3.0, most=2.0),
     "temperature must be positive": lambda: named("sensitivity", temperature=0.0),
-    "did you mean 'sensitivity'": lambda: fs.constraints.from_table({"kind": "sensitivty"}),
+    "did you mean 'sensitivity'": lambda: fs.constraints.from_table({"kind": "sensitivities"}),
     "needs at_least": lambda: fs.constraints.from_table({"kind": "sensitivity"}, score=score),
     "not a known field of sensitivity": lambda: fs.constraints.from_table(
         {"kind": "sensitivity", "at_most": 0.1}, score=score

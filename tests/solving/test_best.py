@@ -92,6 +92,20 @@ def test_resumed_runs_have_the_same_best(tmp_path):
     assert later.best.round > 20  # of the rounds in its history
 
 
+def test_a_last_round_between_evaluations_is_not_remembered(tmp_path):
+    """Each round is worse than the one before, so the first evaluated one is the best."""
+    problem = fs.Problem(
+        lambda w, data: 0.5 * jnp.mean((data["y"] - w) ** 2),
+        {"y": np.asarray([[1.0, 3.0], [4.0, 6.0]])},
+        np.zeros(1),
+    )
+    algorithm, place = fs.FedAvg(2.1), tmp_path / "run"
+    first = fs.solve(problem, algorithm, 3, evaluate_every=5, checkpoint=place)
+    assert first.best.round == 3
+    resumed = fs.solve(problem, algorithm, 12, evaluate_every=5, checkpoint=place, resume=place)
+    assert resumed.best.round == 5
+
+
 def test_weighted_problems_take_the_weighted_objective():
     problem = least_squares()
     run = fs.solve(problem, fs.FedSGM(0.05, 0.5, weighting="DataSize"), rounds=10)

@@ -76,6 +76,24 @@ ALGORITHMS = {
         uplink=fs.TopK(0.6),
         downlink=fs.TopK(0.6),
     ),
+    "MIFA": fs.MIFA(0.03, participants=3, local_steps=2, availability=0.8, uplink=fs.TopK(0.6)),
+    "FedVARP, FedAdam": fs.FedVARP(
+        0.03, participants=3, local_steps=2, server_optimizer=fs.Adaptive("adam", 0.05)
+    ),
+    "FedNova": fs.FedNova(
+        0.05,
+        local_steps=2,
+        weighting="GradientNorm",
+        selection=fs.participation.Importance(3, floor=0.5),
+        uplink=fs.TopK(0.6),
+    ),
+    "FedAMD": fs.FedAMD(0.03, participants=3, local_steps=3),
+    "FedAvg, Oort": fs.FedAvg(
+        0.05, weighting=fs.participation.Oort(3), selection=fs.participation.Top(3)
+    ),
+    "SCAFFOLD, DivFL": fs.SCAFFOLD(
+        0.03, weighting=fs.participation.DivFL(3), selection=fs.participation.Top(3), local_steps=2
+    ),
     "IPPConEx": fs.IPPConEx(0.05, 0.1, steps=4, participants=3),
 }
 

@@ -11,14 +11,18 @@ from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
 from fedsolve.algorithms.fedadmm import FedADMM
 from fedsolve.algorithms.fedalt import FedAlt
+from fedsolve.algorithms.fedamd import FedAMD
 from fedsolve.algorithms.fedavg import FedAvg
 from fedsolve.algorithms.fedavg_all import FedAvgAll
 from fedsolve.algorithms.feddyn import FedDyn
+from fedsolve.algorithms.fednova import FedNova
 from fedsolve.algorithms.fedprox import FedProx
 from fedsolve.algorithms.fedsgm import FedSGM
 from fedsolve.algorithms.fedsim import FedSim
+from fedsolve.algorithms.fedvarp import FedVARP
 from fedsolve.algorithms.incentfedavg import IncentFedAvg
 from fedsolve.algorithms.lagrangian import LagrangianFedAvg
+from fedsolve.algorithms.mifa import MIFA
 from fedsolve.algorithms.moon import MOON
 from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
@@ -31,6 +35,7 @@ from fedsolve.algorithms.two_level import SelectingTwice
 __all__ = [
     "F3AST",
     "L1",
+    "MIFA",
     "MOON",
     "PPBC",
     "SCAFFOLD",
@@ -38,13 +43,16 @@ __all__ = [
     "Algorithm",
     "Drawn",
     "FedADMM",
+    "FedAMD",
     "FedAlt",
     "FedAvg",
     "FedAvgAll",
     "FedDyn",
+    "FedNova",
     "FedProx",
     "FedSGM",
     "FedSim",
+    "FedVARP",
     "Hard",
     "IPPConEx",
     "IncentFedAvg",

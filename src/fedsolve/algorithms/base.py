@@ -95,6 +95,7 @@ class Algorithm(eqx.Module):
         """
         alone = isinstance(server, jax.Array) and server.shape == w.shape  # x is all it keeps
         x = server if alone else getattr(server, "x", None)
+        x = getattr(x, "x", x)  # beside it may be the state of an optimizer
         downlink = getattr(self, "downlink", None)
         if x is None or downlink is None or isinstance(downlink, Identity):
             return None

@@ -50,8 +50,8 @@ class F3AST(FedAvg):
     The weights of clients in the mean correct for how often they take part.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         smoothing: β, the step of the estimated rates.
         participants: At most this many of the available clients take part.
         weighting, availability: The weights p_k, and which clients are up; see `Participating`.
@@ -65,6 +65,9 @@ class F3AST(FedAvg):
         >>> run.history["cohort"].shape
         (3, 2)
     """
+
+    tells_cohort = False
+    takes_unbiased = False
 
     smoothing: Scalar = eqx.field(converter=scalar("smoothing"), default=0.01)
 

@@ -59,8 +59,8 @@ class FedAlt(FedAvg):
     one row for each client.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         personal_step_size: γ_v, the step of the personal parameters; None for `step_size`.
         personal_steps: τ_v, the steps of the personal parameters; None for `local_steps`.
         mixing: α, the weight of the personal parameters in the objective; None where they are

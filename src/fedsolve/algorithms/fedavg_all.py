@@ -17,8 +17,9 @@ is `FedAvg`.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from fedsolve.algorithms.fedavg import FedAvg
+from fedsolve.algorithms.fedavg import FedAvg, Stepped, X
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
@@ -37,6 +38,7 @@ class FedAvgAll(FedAvg):
     Args:
         step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
             compression; see `FedAvg`.
+        server_optimizer: Not used: the server has a step of its own.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -49,6 +51,8 @@ class FedAvgAll(FedAvg):
         True
     """
 
+    steps_by_rule = False
+    takes_unbiased = False
     weighs_objective = False  # of all clients' last parameters, each counts the same
 
     def __check_init__(self):
@@ -58,12 +62,13 @@ class FedAvgAll(FedAvg):
                 f"{type(self.uplink).__name__} is unbiased (RandK(unbiased=False) would do)."
             )
 
-    def round(self, fed: Federation, server: Vector, key: PRNGKey) -> tuple[Vector, Info]:
+    def round(self, fed: Federation, server: X, key: PRNGKey) -> tuple[X, Info]:
+        assert not isinstance(server, Stepped)  # there is no server optimizer
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         moved = fed.ask(self.improve, drawn.cohort, when=drawn.available).sum()
         server = server + moved / fed.clients
-        x = fed.project(server)
+        x = fed.project(jnp.asarray(server))
         fed.publish(self.downlink(x - fed.w, to_compress))
         self.learn(fed, -moved)
         return server, drawn.info

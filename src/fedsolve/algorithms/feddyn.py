@@ -50,6 +50,7 @@ class FedDyn(Averaging):
     Args:
         step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
             compression; see `FedAvg`.
+        server_optimizer: Not used: the server has a step of its own.
         regularization: α.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -62,6 +63,8 @@ class FedDyn(Averaging):
         True
     """
 
+    steps_by_rule = False
+    takes_unbiased = True
     weighs_objective = False  # the dual is a plain mean
 
     regularization: Scalar = eqx.field(converter=scalar("regularization"), default=0.1)
@@ -86,7 +89,7 @@ class FedDyn(Averaging):
         drawn = self.draw(fed, to_sample)
         answers = fed.ask(self.improve, drawn.cohort, when=drawn.available)
         step_size, alpha = at(self.step_size, fed.round), self.regularization
-        update = answers.mean(drawn.weights)  # (w − v_k)/reach, on average
+        update = drawn.mean(answers)  # (w − v_k)/reach, on average
         dual = server + alpha * self.reach(fed.round) * answers.sum() / fed.clients
         moved = fed.w - step_size * update - dual / alpha
         x = fed.project(jnp.where(answers.any(), moved, fed.w))

@@ -27,8 +27,8 @@ class FedProx(FedAvg):
     """Federated averaging with a proximal term μ/2 ‖v − w‖² in the local problems.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         proximity: μ; 0 is FedAvg.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.

@@ -22,8 +22,8 @@ class FedSim(FedAlt):
     """Partial personalisation: shared and personal parameters move in the same local steps.
 
     Args:
-        step_size, local_steps, local_epochs, uplink, downlink: Local training and compression; see
-            `FedAvg`.
+        step_size, local_steps, local_epochs, uplink, downlink, server_optimizer: Local training,
+            compression and the server's step; see `FedAvg`.
         personal_step_size: γ_v, the step of the personal parameters; None for `step_size`.
         mixing: α, the weight of the personal parameters in the objective; None where they are
             parts of the problem's own model.

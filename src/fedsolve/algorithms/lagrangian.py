@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedsolve.algorithms.fedavg import Averaging
+from fedsolve.algorithms.fedavg import Averaging, X
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
@@ -44,7 +44,7 @@ from fedsolve.types import Info, PRNGKey, PyTree, Vector
 class Server(eqx.Module):
     """x_t, λ_t, and the mean of w_0 … w_{t−1}."""
 
-    x: Vector
+    x: X
     dual: Float[Array, ""]
     average: Vector
 
@@ -60,8 +60,8 @@ class LagrangianFedAvg(Averaging):
         tolerance: ε, the points with g(w) ≤ ε are treated as feasible.
         dual_step: γ, the step of the multiplier, a number or a schedule; 0 is FedAvg.
         dual_bound: Λ, the largest value of the multiplier; None for no bound.
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -99,7 +99,7 @@ class LagrangianFedAvg(Averaging):
     # On the server
 
     def init(self, w: Vector) -> Server:
-        return Server(x=w, dual=jnp.zeros((), w.dtype), average=w)
+        return Server(x=self.start(w), dual=jnp.zeros((), w.dtype), average=w)
 
     def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         assert fed.constraint is not None
@@ -112,7 +112,7 @@ class LagrangianFedAvg(Averaging):
         when = answers.any() & drawn.available
         replies = fed.ask(self.improve, drawn.cohort, (server.dual, focus), when)
         update = replies.mean(drawn.weights)
-        x = self.step(fed, server.x, update, to_compress)
+        x = self.step(fed, server.x, update, to_compress, replies.any())
         self.learn(fed, update)
 
         rise = at(self.dual_step, fed.round) * (estimate - self.tolerance)

@@ -51,8 +51,8 @@ class MOON(FedAvg):
     away from those of the client's previous model.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         contrast: μ, the weight of the contrastive loss; 0 is FedAvg.
         temperature: τ.
         participants, weighting, selection, availability: Which clients take part; see

@@ -16,6 +16,7 @@ from fedsolve import participation
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
+from fedsolve.federation.replies import Replies
 from fedsolve.fields import check_count, check_kind, optional
 from fedsolve.participation.availability import Availability, as_availability
 from fedsolve.participation.picks import Picks, no_picks, noted, picked
@@ -48,6 +49,8 @@ class Drawn(NamedTuple):
         weights: Their weights, for `replies.mean(weights)`; None if all are equal.
         available: Which of them can be asked, for `fed.ask(..., when=available)`; True for all.
         noted: What the weighting records in the history.
+        unbiased: Whether the weights are Horvitz-Thompson weights, for a sum that estimates the
+            mean over all clients.
 
     Example:
         >>> import fedsolve as fs
@@ -61,6 +64,11 @@ class Drawn(NamedTuple):
     weights: Float[Array, " m"] | None
     available: Flag | Flags
     noted: Mapping[str, PyTree] = types.MappingProxyType({})
+    unbiased: bool = False
+
+    def mean(self, replies: Replies) -> PyTree:
+        """Return the weighted mean of the replies that arrived, or its unbiased estimate."""
+        return replies.sum(self.weights) if self.unbiased else replies.mean(self.weights)
 
     @property
     def info(self) -> Info:
@@ -125,6 +133,8 @@ class Participating(Algorithm):
     """
 
     weighs_objective: ClassVar[bool] = True  # whether it can minimise Σ p_m f_m
+    takes_unbiased: ClassVar[bool] = False  # whether it averages by `Drawn.mean`
+    tells_cohort: ClassVar[bool] = True  # whether weightings learn who took part (`watch`)
 
     participants: int | None = eqx.field(static=True, default=None, kw_only=True)
     weighting: Weighting = eqx.field(converter=as_weighting, default=None, kw_only=True)
@@ -161,8 +171,33 @@ class Participating(Algorithm):
                 f"{type(self.weighting).__name__} puts weights on the clients' objectives: FedAvg, "
                 "FedSGM, PPBC or FedADMM can do that."
             )
+        if self.weighting.watches_cohort and not self.tells_cohort:
+            raise InvalidInput(
+                f"{type(self.weighting).__name__} must be told who takes part, which "
+                f"{type(self).__name__} does not do: use FedAvg, SCAFFOLD or another algorithm "
+                "that selects once in a round."
+            )
         if self.availability is not None:
             self.availability.check(problem.n)
+        if self.selecting.counts_unbiased:
+            self._check_unbiased()
+
+    def _check_unbiased(self) -> None:
+        """Raise if a mean cannot be estimated without bias."""
+        if not self.takes_unbiased:
+            raise InvalidInput(
+                f"{type(self).__name__} cannot use Horvitz-Thompson weights: FedAvg, FedVARP, "
+                "SCAFFOLD and FedNova can."
+            )
+        if self.availability is None:
+            return
+        if not isinstance(self.weighting, Uniform):
+            raise InvalidInput(
+                f"With an availability, {type(self.weighting).__name__} weights only clients that "
+                "are up, so the probabilities of the selection are not known: leave out one of "
+                "them, or the selection's unbiased weights."
+            )
+        self.availability.rate(0, 0)  # raises if it is not known
 
     def limits(self) -> Info:
         return self.weighting.limits()
@@ -208,10 +243,30 @@ class Participating(Algorithm):
         if weights is not None:
             own = weights[cohort]
             available = available & (own > 0)  # clients of weight 0 only fill up the cohort
+        if self.weighting.watches_cohort:
+            methods = Methods(self.assess, self.tell_size)
+            wanted = self.weighting.watch(fed, methods, wanted, cohort, available)
         picks = picked(memory.picks, cohort, available)
         fed.participation = Memory(wanted, turn, after, picks)
         info = self.weighting.info(wanted) | noted(picks, fed.round + 1)
+        if self.selecting.counts_unbiased:
+            own = self.horvitz_thompson(fed, weights, cohort)
+            return Drawn(cohort, own, available, info, unbiased=True)
         return Drawn(cohort, None if self.selecting.counts_equally else own, available, info)
+
+    def horvitz_thompson(
+        self, fed: Federation, weights: Weights, cohort: Cohort
+    ) -> Float[Array, " m"]:
+        """Return p_j/π_j, with p_j the client's weight in the mean and π_j = P(j answers)."""
+        n = fed.clients
+        chances = self.selecting.inclusion(weights, n)[cohort]
+        if self.availability is not None:
+            chances = chances * self.availability.rate(cohort, fed.round)
+        base = self.weighting.objective_weights(fed.participation.weighting)
+        if base is None and not self.selecting.counts_equally:
+            base = weights
+        own = jnp.full(len(cohort), 1 / n, fed.w.dtype) if base is None else base[cohort]
+        return own / chances.astype(own.dtype)
 
     def weigh(self, fed: Federation, up: Up, key: PRNGKey) -> tuple[Weights, PyTree]:
         """Compute the weights of all clients, asking those that are up.

@@ -27,7 +27,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
-from fedsolve.algorithms.fedavg import Averaging
+from fedsolve.algorithms.fedavg import Averaging, X
 from fedsolve.compression.error_feedback import no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.federation import Federation
@@ -40,7 +40,7 @@ from fedsolve.types import Info, PRNGKey, Vector
 class Server(NamedTuple):
     """x and c."""
 
-    x: Vector
+    x: X
     control: Vector
 
 
@@ -56,8 +56,8 @@ class SCAFFOLD(Averaging):
     """Federated averaging with control variates, which correct the drift of local steps.
 
     Args:
-        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink: Local training and
-            compression; see `FedAvg`.
+        step_size, local_steps, local_epochs, local_optimizer, uplink, downlink, server_optimizer:
+            Local training, compression and the server's step; see `FedAvg`.
         server_step_size: η_g, the server's step.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
@@ -70,6 +70,7 @@ class SCAFFOLD(Averaging):
         True
     """
 
+    takes_unbiased = True
     weighs_objective = False  # the control variate is a plain mean
 
     server_step_size: Scalar = eqx.field(converter=scalar("server_step_size"), default=1.0)
@@ -80,15 +81,15 @@ class SCAFFOLD(Averaging):
     # On the server
 
     def init(self, w: Vector) -> Server:
-        return Server(w, 0 * w)
+        return Server(self.start(w), 0 * w)
 
     def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         to_sample, to_compress = jax.random.split(key)
         drawn = self.draw(fed, to_sample)
         answers = fed.ask(self.improve, drawn.cohort, server.control, when=drawn.available)
-        update = self.server_step_size * answers.pick(0).mean(drawn.weights)
+        update = self.server_step_size * drawn.mean(answers.pick(0))
         control = server.control + answers.pick(1).sum() / fed.clients
-        x = self.step(fed, server.x, update, to_compress)
+        x = self.step(fed, server.x, update, to_compress, answers.any())
         self.learn(fed, update)
         return Server(x, control), drawn.info
 

@@ -80,6 +80,8 @@ class SelectingTwice(Participating):
         selection: Not used; see `select_epoch`.
     """
 
+    tells_cohort = False
+
     select_epoch: Selection = eqx.field(converter=as_selection, default="Everyone", kw_only=True)
     select_round: Selection | None = eqx.field(
         converter=optional(as_selection), default=None, kw_only=True
@@ -111,8 +113,13 @@ class SelectingTwice(Participating):
         super().check(problem)
         if self.round_weighting is not None:
             self.round_weighting.check(problem)
+            if self.round_weighting.watches_cohort:
+                name = type(self.round_weighting).__name__
+                raise InvalidInput(f"{name} must be told who takes part: not a round_weighting.")
         if self.select_round is not None and self.select_round.size is not None:
             check_count("select_round.count", self.select_round.size, most=problem.n)
+        if self.select_round is not None and self.select_round.counts_unbiased:
+            self._check_unbiased()
         if isinstance(self.cap, float):
             self._check_cap(self.cap, problem.n)
 

@@ -115,14 +115,18 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
     """
     all_runs = [(variant, run) for variant, group in runs.items() for run in group]
     constrained = any("constraint" in run.history for _, run in all_runs)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    if any(variant for variant, _ in all_runs):
-        table.add_column("variant", no_wrap=True)
+    named = any(variant for variant, _ in all_runs)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0 if named else (0, 1, 0, 0))
+    if named:  # where there is no room, names are folded and numbers stay whole
+        table.add_column("variant", overflow="fold", min_width=10)
     timed = any("seconds_total" in run.history for _, run in all_runs)
     parts = [_clients(run, records or {}, variant) for variant, run in all_runs]
     columns = ["seed", "rounds", *(["clients"] if any(part.text for part in parts) else [])]
-    columns += ["f(w)", *(["g(w)", "feasible", "best f"] if constrained else [])]
-    columns += ["sent up", "sent down", *(["clock"] if timed else []), "time"]
+    several = len(all_runs) > 1  # of a single run, a sentence tells the best round
+    columns += ["f(w)", *(["g(w)", "feasible"] if constrained else [])]
+    columns += ["best f"] if constrained and several else []
+    columns += ["sent"] if named else ["sent up", "sent down"]
+    columns += [*(["clock"] if timed else []), "time"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for (variant, run), part in zip(all_runs, parts, strict=True):
@@ -137,8 +141,10 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
         if constrained:
             within = history["constraint"] <= float(getattr(run.algorithm, "tolerance", 0.0))
             row += [f"{history['constraint'][-1]:.5g}", _feasible(within, part.everyone)]
+        if constrained and several:
             row.append(f"{best.objective:.5g}" if (best := run.best) and best.feasible else "none")
-        row += [size_text(history[f"bytes_{way}_total"][-1]) for way in ("up", "down")]
+        sent = [history[f"bytes_{way}_total"][-1] for way in ("up", "down")]
+        row += [size_text(sum(sent))] if named else [size_text(each) for each in sent]
         row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
         table.add_row(*row, f"{run.seconds:.2f} s")
     return table

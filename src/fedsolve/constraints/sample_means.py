@@ -346,7 +346,7 @@ class SampleMeans(Constraint):
 
     def report(self, replies: Replies) -> dict[str, Array]:
         """Compute the exact rate, gap or tail of each claim, and the means of a gap's cells."""
-        sums = replies.pick("rate").sum()
+        sums = replies.sum()["rate"]
         found = {name: jnp.asarray(value) for name, value in self.claimed(sums).items()}
         if self.kind == "gap":
             rates = self.rates(sums).items()

@@ -39,6 +39,7 @@ from fedsolve.flare.site_config import (
     read_owners_file,
     site_problem,
 )
+from fedsolve.privacy.robust import Robust
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
@@ -65,11 +66,12 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
-    for key in ("aggregation", "privacy"):
-        if key in experiment.options:
-            raise InvalidInput(
-                f"A deployment does not have run.{key} yet: leave it out, or run a simulation."
-            )
+    aggregation = experiment.options.get("aggregation")
+    if "privacy" in experiment.options or not isinstance(aggregation, Robust | None):
+        key = "privacy" if "privacy" in experiment.options else "aggregation=SecureSum"
+        raise InvalidInput(
+            f"A deployment does not have run.{key} yet: leave it out, or run a simulation."
+        )
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
     return experiment
@@ -302,6 +304,7 @@ class Coordinator:
                 go_on=lambda: not (self._make_room or self._cancelled),
                 patience=float(patience),
                 waiting=lambda sites: tell(_waiting(sites, float(patience))),
+                aggregation=options.get("aggregation"),
             )
             self._gave_up = bool(link.silent)
 

@@ -25,6 +25,7 @@ from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
+from fedsolve.privacy.robust import Robust
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
@@ -48,8 +49,10 @@ class Deployment(Federation):
     An exchange is a call out of the program, in the order in which the algorithm makes them.
     """
 
-    def __init__(self, problem: Problem, state: State, link: Roster):
-        super().__init__(problem, state)
+    def __init__(
+        self, problem: Problem, state: State, link: Roster, options: RoundOptions | None = None
+    ):
+        super().__init__(problem, state, options)
         self._link, self._publications = link, 0
 
     @property
@@ -160,18 +163,22 @@ class Deployed(Runtime):
         sites: list[str],
         seed: int,
         ending: Ending | None = None,
+        aggregation: Robust | None = None,
     ):
-        super().__init__(problem, algorithm, RoundOptions())
+        options = RoundOptions(aggregation=aggregation)
+        super().__init__(problem, algorithm, options)
         self.link, self._sites, self._seed = link, sites, seed
         self._ending = Ending() if ending is None else ending
         self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
 
-        def play(problem: Problem, algorithm: Algorithm, state: State) -> tuple[State, Info]:
-            return Deployment(problem, state, link).play(algorithm)
+        def play(
+            problem: Problem, algorithm: Algorithm, options: RoundOptions, state: State
+        ) -> tuple[State, Info]:
+            return Deployment(problem, state, link, options).play(algorithm)
 
-        self._play = prepared(play, problem, algorithm)
+        self._play = prepared(play, problem, algorithm, options)
         self._combined = prepared(_combined, problem)
         self._values = jax.eval_shape(self._one_clients_values)
         self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
@@ -364,6 +371,7 @@ def serve(
     go_on: Callable[[], bool] = lambda: True,
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
+    aggregation: Robust | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
@@ -381,6 +389,7 @@ def serve(
         go_on: Whether to go on with the next round.
         patience: The seconds to wait, after the last round, for sites that do not answer.
         waiting: Called with their names then.
+        aggregation: What replaces the mean of answers; None for the mean.
 
     Returns:
         The run; `link.participation` says which sites took part.
@@ -393,7 +402,8 @@ def serve(
     with precision_of(precision) as dtype:
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         ending = Ending(patience, waiting, go_on)
-        runtime = Deployed(placed, tuned, link, sites, seed, ending)
+        rule = numbers_on_device(aggregation, dtype)
+        runtime = Deployed(placed, tuned, link, sites, seed, ending, rule)
         saved, chunks = _loaded(*journal.load())
         if saved is None:
             state = runtime.start(jax.random.key_data(jax.random.key(seed)))

@@ -1,6 +1,15 @@
-"""Local optimizers, step-size schedules, and the loop of local steps."""
+"""Optimizers, step-size schedules, and the loop of local steps."""
 
-from fedsolve.local_updates.optimizers import SGD, Adam, Optimizer
+from fedsolve.local_updates.optimizers import SGD, Adagrad, Adam, Adaptive, Optimizer, Yogi
 from fedsolve.local_updates.schedules import Cosine, Diminishing
 
-__all__ = ["SGD", "Adam", "Cosine", "Diminishing", "Optimizer"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Adaptive",
+    "Cosine",
+    "Diminishing",
+    "Optimizer",
+    "Yogi",
+]

@@ -20,6 +20,7 @@ from fedsolve.fields import check_count
 from fedsolve.types import Table
 
 STATES = ("whole", "in part", "other data", "settings")
+STUDIES = ("decisive", "tcga-brca")  # entries that are neither a figure nor a table of a paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Entry:
     - `band`: the half-width of bands in standard deviations; None: from the least to the greatest.
     - `columns` are measures (see `reproduce.measured`), `paper` its own numbers by variant and
       measure.
+    - `heading` of its section, where that is not `Figure 2`, say.
+    - `study`: the page that shows the results of an entry which is a program of its own
+      (`decisive`), in place of `experiments`.
     - `claims` are pairs: what the paper says of it, and what was found, in bold where the two
       differ.
     """
@@ -56,6 +60,13 @@ class Entry:
     columns: Sequence[str] = ()
     paper: Mapping[str, Mapping[str, float | int]] = dataclasses.field(default_factory=dict)
     claims: Sequence[Sequence[str]] = ()
+    study: str = ""
+    heading: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is something to run."""
+        return bool(self.experiments or self.study)
 
     @property
     def paper_of(self) -> str:
@@ -78,7 +89,7 @@ def catalogue() -> dict[str, Entry]:
         )
         for paper, figures in papers().items()
         for figure, table in figures.items()
-        if figure.startswith(("figure-", "table-"))
+        if figure.startswith(("figure-", "table-")) or figure in STUDIES
     }
 
 
@@ -92,7 +103,7 @@ def find(name: str) -> Entry:
     """Return the figure or table of that name; raise if it has nothing to run."""
     entries = catalogue()
     check_known(name, entries, "figure or table")
-    if not entries[name].experiments:
+    if not entries[name].runs:
         raise InvalidInput(f"There is nothing to run for {name}: {entries[name].note}")
     return entries[name]
 
@@ -120,14 +131,14 @@ def tables(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[
 def minutes(entry: Entry, quick: bool = False, seeds: int | None = None) -> float | int:
     """Estimate the time on 2 cores."""
     usual = entry.quick["minutes"] if quick else entry.minutes
-    if seeds is None:
+    if seeds is None or entry.study:
         return usual
     return usual * seeds / len(next(iter(tables(entry, quick).values()))["run"]["seeds"])
 
 
 def costs(entry: Entry) -> tuple[str, str, str]:
     """Return the cost in words: quick, full, and on a GPU if it needs one."""
-    if not entry.experiments:
+    if not entry.runs:
         return "", "", ""
     gpu = duration(entry.gpu_minutes) if entry.gpu_minutes else ""
     return duration(entry.quick["minutes"]), duration(entry.minutes), gpu

@@ -24,6 +24,8 @@ HEADINGS = {
     "violations": "violating rounds",
     "test_accuracy": "test accuracy",
     "test_parity_gap": "test gap",
+    "test_concordance": "concordance",
+    "test_loss": "test loss",
     "squared_gradient": "‖∇f‖²",
 }
 SHARES = ("over", "test_accuracy")  # shown in percent
@@ -69,6 +71,8 @@ def part(entry: Entry, summary: Table, pictures: str = "") -> str:
 
 def title(entry: Entry) -> str:
     """Return a heading such as `Figure 2`."""
+    if entry.heading:
+        return entry.heading
     kind, _, number = entry.name.partition("/")[2].partition("-")
     return f"{kind.capitalize()} {number}"
 
@@ -208,6 +212,7 @@ def whole(kept: Path) -> tuple[str, list[str]]:
                 parts.append(f"{head}\n\n{part(entry, summary, f'{kept.name}/{name}/')}")
             else:
                 here = "not run yet" if entry.experiments else "nothing to run"
+                here = f"[page]({entry.study})" if entry.study else here
                 parts += [head, *_about(entry)]
                 if entry.experiments:
                     quick, full, gpu = costs(entry)

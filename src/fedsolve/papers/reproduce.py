@@ -27,6 +27,7 @@ from fedsolve.experiments import config, run_folder
 from fedsolve.experiments.config import Experiment
 from fedsolve.experiments.runner import Progress, Result, execute
 from fedsolve.papers.catalogue import Entry, changes, duration, find, minutes, tables
+from fedsolve.papers.decisive import Decisive
 from fedsolve.papers.pages import page
 from fedsolve.runtimes.history import History
 from fedsolve.solving.result import Columns
@@ -118,12 +119,14 @@ class Reproduction:
 
 def start(
     name: str, quick: bool = False, seeds: int | None = None, out: Path | None = None
-) -> Reproduction:
+) -> Reproduction | Decisive:
     """Start to reproduce a figure or table in a folder, or resume it there."""
     entry = find(name)
-    experiments = plan(entry, quick, seeds)
+    experiments = {} if entry.study else plan(entry, quick, seeds)
     folder = out or FOLDER / (f"{name}-quick" if quick else name)
     by = begin(folder, {"name": name, "quick": quick, "seeds": seeds})
+    if entry.study:
+        return Decisive(name, quick, seeds, folder, by)
     return Reproduction(entry, quick, seeds, folder, experiments, by)
 
 
@@ -174,6 +177,7 @@ def measured(column: str, run: Recorded) -> float:
     | `deviation` | the standard deviation of g |
     | `reward@100`, `reward@end` | at that round; at the end |
     | `test_accuracy@20 epochs` | at the end of that epoch; of that round, where rounds have none |
+    | `test_accuracy@960 messages` | when that many messages had come from clients |
     | `violations` | all evaluations with g above the tolerance, after the first without |
     | `seconds` | of the run, with compiling |
     | `CR` | FedADMM's communication rounds (29) until a rule stopped the run |
@@ -196,10 +200,25 @@ def measured(column: str, run: Recorded) -> float:
     if not at:
         return float(np.mean(values[late]))
     number, _, unit = when.partition(" ")
+    if unit == "messages":
+        return _after_messages(run.history, values, int(number))
     counted = np.isfinite(run.history.get(unit, np.nan)).any()  # else other variants are
     axis = unit if counted else "round"
     row = -1 if when == "end" else int(np.searchsorted(run.history[axis], int(number)))
     return float(values[row]) if row < len(values) else np.nan
+
+
+def _after_messages(history: Columns, values: np.ndarray, messages: int) -> float:
+    """Return the last value before the budget was exceeded; of PPBC, where an epoch had ended.
+
+    A run that did not use up the budget has no value there.
+    """
+    used = history["vectors_up_total"]
+    within = used <= messages
+    if "epoch_end" in history:
+        within &= history["epoch_end"].astype(bool)
+    rows = np.flatnonzero(within)
+    return float(values[rows[-1]]) if len(rows) and used[-1] >= messages else np.nan
 
 
 def finish(

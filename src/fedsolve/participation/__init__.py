@@ -12,10 +12,13 @@ from fedsolve.participation.availability import (
     Markov,
     Trace,
 )
+from fedsolve.participation.divfl import DivFL
+from fedsolve.participation.oort import Oort
 from fedsolve.participation.sampling import sample
 from fedsolve.participation.selection import (
     Cyclic,
     Everyone,
+    Importance,
     Poisson,
     Proportional,
     Random,
@@ -41,10 +44,13 @@ __all__ = [
     "Cyclic",
     "DataSize",
     "DayNight",
+    "DivFL",
     "Everyone",
     "FirstAnswers",
     "GradientNorm",
+    "Importance",
     "Markov",
+    "Oort",
     "Poisson",
     "PowerOfChoice",
     "Proportional",

@@ -8,6 +8,8 @@
 | `BANT` | smoothed exp(−loss on the server's data of w − step·∇f_m(w)) | ∇f_m(w) |
 | `FOLB` | ⎮⟨∇f_m(w), d⟩⎮, d the previous direction of the server | one number, and d goes down |
 | `GradientNorm` | ‖∇f_m(w)‖ | one number |
+| `DivFL` | the clients that m represents, if it is chosen, else 0 | ∇f_m(w) |
+| `Oort` | 1 if it is chosen, by loss and speed, else 0 | one number, of participants only |
 
 Asking clients is an exchange, whose bytes are counted like those of any other. A client that did
 not answer has weight 0 in this round (with `BANT`, the trust it had before).
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -38,7 +40,7 @@ from fedsolve.federation.federation import Federation
 from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Info, PRNGKey, PyTree, Vector
+from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, PyTree, Vector
 
 Weights = Float[Array, " n"] | None  # None: equal weights, known before the program runs
 Up = Bool[Array, "..."] | Bool[np.ndarray, "..."] | bool  # for each client, or for all
@@ -61,6 +63,8 @@ class Weighting(eqx.Module):
 
     A weighting may ask clients, and may keep state (`memory`) on the server from round to round.
     """
+
+    watches_cohort: ClassVar[bool] = False  # whether it learns from who took part (`watch`)
 
     def init(self, w: Vector, clients: int) -> PyTree:
         """Return the memory before the first round.
@@ -106,6 +110,22 @@ class Weighting(eqx.Module):
         Args:
             memory: The memory after `weigh`.
             direction: The server's descent direction in this round.
+        """
+        return memory
+
+    def watch(
+        self, fed: Federation, methods: Methods, memory: PyTree, cohort: Cohort, when: Flag | Flags
+    ) -> PyTree:
+        """Return the memory after the cohort was drawn; it may ask the cohort.
+
+        Only where `watches_cohort` is true.
+
+        Args:
+            fed: The federation, for asking clients.
+            methods: The client methods to ask for.
+            memory: The memory after `weigh`.
+            cohort: The participants of this round.
+            when: Which of them can be asked.
         """
         return memory
 

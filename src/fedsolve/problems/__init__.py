@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fedsolve.problem import Problem
 from fedsolve.problems.cartpole import cartpole
 from fedsolve.problems.fairness import adult, fairness_report
+from fedsolve.problems.frozen import frozen_features
 from fedsolve.problems.images import discovery_game, images
 from fedsolve.problems.neyman_pearson import neyman_pearson
 from fedsolve.problems.phase_retrieval import phase_retrieval
@@ -25,6 +26,7 @@ from fedsolve.problems.tables import tabular, tabular_sums
 BY_NAME: dict[str, Callable[..., Problem]] = {
     "adult": adult,
     "cartpole": cartpole,
+    "frozen_features": frozen_features,
     "images": images,
     "linear_regression": linear_regression,
     "logistic": logistic,
@@ -43,6 +45,7 @@ __all__ = [
     "cartpole",
     "discovery_game",
     "fairness_report",
+    "frozen_features",
     "images",
     "like_real_sim",
     "linear_regression",

@@ -27,7 +27,9 @@ from fedsolve.types import Vector
 Patients = dict[str, PyTree]  # x, time, event and mask
 
 
-def tcga_brca(batch_size: int | None = 8, ties: str = "order", seed: int = 0) -> Problem:
+def tcga_brca(
+    batch_size: int | None = 8, ties: str = "order", seed: int = 0, region: int | None = None
+) -> Problem:
     """Predict survival with breast cancer in six regions (Fed-TCGA-BRCA), by Cox regression.
 
     The clients are six regions with 866 patients in all, divided as in FLamby; 222 others are for
@@ -42,12 +44,14 @@ def tcga_brca(batch_size: int | None = 8, ties: str = "order", seed: int = 0) ->
         ties: Who is at risk among patients of equal time: `"order"`, those before in the data, as
             in FLamby's program; or `"breslow"`, all of them.
         seed: Seed of the initial parameters, uniform in ±1/√39 as in FLamby.
+        region: The only region that takes part, from 0 to 5; None for all. Tests are over all
+            regions.
 
     Returns:
         The problem.
 
     Raises:
-        InvalidInput: If `ties` is not known, or the data set cannot be loaded.
+        InvalidInput: If `ties` or `region` is not known, or the data set cannot be loaded.
 
     Example:
         >>> import fedsolve as fs
@@ -63,6 +67,10 @@ def tcga_brca(batch_size: int | None = 8, ties: str = "order", seed: int = 0) ->
         for part, arrays in {"train": data.train, "test": data.test}.items()
     }
     regions = [data.train["region"] == code for code in range(len(data.names["region"]))]
+    if region is not None:
+        if isinstance(region, bool) or region not in range(len(regions)):
+            raise InvalidInput(f"region must be from 0 to {len(regions) - 1}, got {region!r}.")
+        regions = [regions[region]]
     size = data.train["x"].shape[1]
     start = np.random.default_rng(seed).uniform(-1, 1, size) / np.sqrt(size)
     return Problem(

@@ -15,6 +15,7 @@ from fedsolve.algorithms.guarantee import Guarantee, PPBCGuarantee
 from fedsolve.algorithms.ppbc import PPBC
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.domains import WholeSpace
+from fedsolve.problem.several import Several
 from fedsolve.theory.fedsgm import constants
 from fedsolve.theory.gradients import totals
 from fedsolve.theory.ppbc_runs import PPBCCertificate, ppbc_certificate
@@ -178,6 +179,8 @@ def _applicable_guarantee(run: Run, guarantee: Guarantee | None) -> Guarantee:
         "selection": (None, algorithm.selection),
         "availability": (None, algorithm.availability),
     }
+    if isinstance(run.problem.constraint, Several):
+        conditions["among"] = ("steepest", algorithm.among)
     if not promise.stochastic:
         conditions["batch_size"] = (None, run.problem.batch_size)
         conditions["a random loss"] = (False, run.problem.objective.is_random)

@@ -26,10 +26,11 @@ from jaxtyping import Array, Float, Int
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_positive
 from fedsolve.problem.client import Client
-from fedsolve.problem.constraints import Mean
+from fedsolve.problem.constraints import Maximum, Mean
 from fedsolve.problem.domains import Domain
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
+from fedsolve.problem.several import Several
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.theory.gradients import Rows, check_functions, client_gradients
 from fedsolve.types import PRNGKey, Vector
@@ -148,6 +149,23 @@ def extent(problem: Problem) -> tuple[float, float]:
         return np.inf, np.inf
     farthest = problem.domain.farthest(problem.start())
     return float(farthest), float(problem.domain.diameter(problem.size))
+
+
+def mean_parts(problem: Problem) -> list[Problem]:
+    """Return the problem with each constraint of a maximum alone; raise unless each is a mean.
+
+    The maximum of convex functions is convex, and the gradient of the largest one is a subgradient
+    of it. A round follows one of them, so a proof that uses convexity of g_j along the round's
+    gradient holds with G a bound on the gradients of all of them.
+    """
+    constraint = problem.constraint
+    if not isinstance(constraint, Maximum | Several):
+        check_mean(problem)
+        return [problem]
+    found = [eqx.tree_at(lambda p: p.constraint, problem, part) for part in constraint.parts]
+    for each in found:
+        check_mean(each)
+    return found
 
 
 def check_mean(problem: Problem) -> None:

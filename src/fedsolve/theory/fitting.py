@@ -15,7 +15,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_kind
 from fedsolve.problem.domains import WholeSpace
 from fedsolve.problem.problem import Problem
-from fedsolve.theory.estimates import check_mean, estimate, extent
+from fedsolve.theory.estimates import estimate, extent, mean_parts
 from fedsolve.theory.fedsgm import NEAR, NO_PROJECTION, fedsgm
 
 OF_THE_PROBLEM = ("rounds", "clients", "participants", "size")
@@ -36,7 +36,7 @@ def fedsgm_for(
     `unchecked` lists the estimates and the number of points that they come from.
     """
     check_kind("problem", problem, Problem)
-    check_mean(problem)
+    parts = mean_parts(problem)
     if participants is not None:
         check_count("participants", participants, most=problem.n)
     for name in known:
@@ -48,6 +48,12 @@ def fedsgm_for(
     partial = participants is not None and participants < problem.n
     stochastic = problem.batch_size is not None
     weakly = "rho" in given
+    if len(parts) > 1 and (partial or stochastic or weakly):
+        raise InvalidInput(
+            "For several constraints, theorems are about their maximum with all clients in every "
+            "round, full batches, and convex functions: the error of a sampled maximum is not "
+            "covered."
+        )
     with jax.enable_x64(True):
         farthest, diameter = extent(problem.on_device(jnp.float64))
     known_facts: list[str] = []
@@ -70,9 +76,9 @@ def fedsgm_for(
     estimated: list[str] = []
     if missing:
         radius = None if np.isfinite(farthest) else given["distance"]
-        found = estimate(problem, points=points, seed=seed, radius=radius)
+        found = [estimate(part, points=points, seed=seed, radius=radius) for part in parts]
         for name, source in missing.items():
-            given[name] = getattr(found, source)
+            given[name] = max(getattr(each, source) for each in found)
             # This wording is part of checkpoints' fingerprints, as those in `fedsgm` are.
             estimated.append(
                 f"{name} = {given[name]:.6g} is an estimate: the extreme of what was seen at "
