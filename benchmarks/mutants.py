@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -233,7 +234,8 @@ def child(tree: Path, arguments: list[str], order: dict[str, float] | None) -> i
         return pid
     code = 70
     try:
-        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()  # so that tests cannot signal the parent
         os.chdir(tree)
         log = os.open(tree / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -300,7 +302,12 @@ class Bench:
             del sys.modules[name]
         sys.path.remove(str(first))
         began = time.monotonic()
-        _, code = os.waitpid(child(first, tests, None), 0)
+        pid = child(first, tests, None)
+        try:
+            _, code = os.waitpid(pid, 0)
+        except BaseException:
+            end(pid)
+            raise
         if code:
             raise SystemExit(f"The tests fail without a mutant:\n{(first / 'log.txt').read_text()}")
         result = json.loads((first / "result.json").read_text())
@@ -330,43 +337,68 @@ class Bench:
 
     def run(self, mutants: list[Mutant], patience: float) -> Iterator[tuple[Mutant, str, float]]:
         """Yield each mutant with the test that killed it ("" if none did), and the seconds."""
-        waiting, free, running = list(enumerate(mutants, 1)), list(self.trees), {}
-        while waiting or running:
-            while waiting and free:
-                number, mutant = waiting.pop(0)
-                order = self.tests_of(mutant)
-                if not order:
-                    yield mutant, "", 0.0
-                    continue
-                tree = free.pop()
-                file = tree / mutant.path
-                before = file.read_bytes(), file.stat().st_mtime
-                new = before[0][: mutant.start] + mutant.after.encode() + before[0][mutant.end :]
-                file.write_bytes(new)
-                os.utime(file, (before[1] + number, before[1] + number))  # no stale bytecode
-                (tree / "result.json").unlink(missing_ok=True)
-                modules = sorted({name.split("::")[0] for name in order})
-                limit = patience * (30 + sum(self.seconds[name] for name in order))
-                pid = child(tree, ["-x", *modules], order)
-                running[pid] = (mutant, tree, file, before, time.monotonic(), limit)
-            time.sleep(0.05)
-            for pid in list(running):
-                mutant, tree, file, before, began, limit = running[pid]
-                seconds = time.monotonic() - began
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if not done and seconds < limit:
-                    continue
-                if not done:
-                    end(pid)
-                    os.waitpid(pid, 0)
-                del running[pid]
-                free.append(tree)
-                file.write_bytes(before[0])
-                os.utime(file, (before[1], before[1]))
-                result = tree / "result.json"
-                known = json.loads(result.read_text())["failed"] if result.exists() else None
-                lost = "time ran out" if not done else f"exit status {status >> 8 or status}"
-                yield mutant, known or (lost if status or not done else ""), seconds
+        waiting, free, running = list(enumerate(mutants, 1)), list(self.trees), []
+        try:
+            while waiting or running:
+                while waiting and free:
+                    number, mutant = waiting.pop(0)
+                    if order := self.tests_of(mutant):
+                        limit = patience * (30 + sum(self.seconds[name] for name in order))
+                        running.append(Trial(mutant, free.pop(), number, order, limit))
+                    else:
+                        yield mutant, "", 0.0
+                time.sleep(0.05)
+                for trial in [trial for trial in running if trial.is_over()]:
+                    running.remove(trial)
+                    free.append(trial.tree)
+                    yield trial.mutant, trial.verdict(), trial.seconds
+        finally:
+            for trial in running:
+                end(trial.pid)
+
+
+class Trial:
+    """A mutant in one copy of the tree, and the process that runs its tests."""
+
+    def __init__(
+        self, mutant: Mutant, tree: Path, number: int, order: dict[str, float], limit: float
+    ):
+        self.mutant, self.tree, self.status, self.seconds = mutant, tree, -1, 0.0
+        self._file, self._limit, self._began = tree / mutant.path, limit, time.monotonic()
+        self._source, self._written = self._file.read_bytes(), self._file.stat().st_mtime
+        before, after = self._source[: mutant.start], self._source[mutant.end :]
+        self._file.write_bytes(before + mutant.after.encode() + after)
+        self._dated(self._written + number)
+        (tree / "result.json").unlink(missing_ok=True)
+        modules = sorted({name.split("::")[0] for name in order})
+        self.pid = child(tree, ["-x", *modules], order)
+
+    def _dated(self, written: float) -> None:
+        """Date the file so that no bytecode of other source is used."""
+        os.utime(self._file, (written, written))
+
+    def is_over(self) -> bool:
+        """Whether the tests have ended, or their time is up; the tree is then as before."""
+        self.seconds = time.monotonic() - self._began
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if done:
+            self.status = status
+        elif self.seconds < self._limit:
+            return False
+        else:
+            end(self.pid)
+            os.waitpid(self.pid, 0)
+        self._file.write_bytes(self._source)
+        self._dated(self._written)
+        return True
+
+    def verdict(self) -> str:
+        """Return the test that failed, or what else ended the tests; "" if none failed."""
+        result = self.tree / "result.json"
+        failed = json.loads(result.read_text())["failed"] if result.exists() else None
+        if failed or not self.status:
+            return failed or ""
+        return "time ran out" if self.status < 0 else f"exit status {self.status}"
 
 
 def main() -> None:
@@ -403,6 +435,7 @@ def main() -> None:
         print(*(f"{mutant.lines.start} {mutant.name}" for mutant in mutants), sep="\n")
         return
     killed, run = Counter(), Counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children end, too
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         bench = Bench(Path(folder), sorted(tests), args.jobs)
         for mutant, killer, seconds in bench.run(mutants, args.patience):

@@ -1,9 +1,12 @@
 """Partitions: every sample exactly once, sizes and classes as requested."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 import fedsolve as fs
 from fedsolve.data import partitions
@@ -100,6 +103,18 @@ def test_shards_give_few_classes_each():
     assert {len(own) for own in parts} == {100}
     table = counts(parts, CIFAR) > 0
     assert table.sum(axis=1).max() <= 2
+
+
+def test_pieces_are_dealt_at_random():
+    """With one class in each piece, a client gets each pair of classes equally often."""
+    labels = np.repeat(np.arange(4), 3)
+    pairs = []
+    for seed in range(600):
+        part = partitions.shards(labels, clients=2, each=2, seed=seed)[0]
+        pairs.append(tuple(np.unique(labels[part])))
+    counts = Counter(pairs)
+    assert len(counts) == 6
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-4
 
 
 def test_by_id_is_one_client_for_each_value():

@@ -104,7 +104,13 @@ def test_clients_values_are_drawn_once_or_in_every_round():
         clock, who = fs.Clock(latency=trait), np.arange(clients, dtype=np.int32)
         return np.asarray(clock.times("", who, 0.0, 0, jnp.int32(round), jax.random.key(0))) / 2
 
+    def speeds(trait, clients=2000):
+        clock, who = fs.Clock(work=1.0, speed=trait), np.arange(clients, dtype=np.int32)
+        return 1 / np.asarray(clock.times("", who, 0.0, 0, jnp.int32(0), jax.random.key(0)))
+
     own = drawn(fs.LogNormal(0.2, 0.5), 0)
+    assert abs(np.corrcoef(own, speeds(fs.LogNormal(0.2, 0.5)))[0, 1]) < 0.1
+    np.testing.assert_allclose(drawn(fs.LogNormal(0.2, 0.0), 0), 0.2, rtol=1e-6)
     np.testing.assert_array_equal(own, drawn(fs.LogNormal(0.2, 0.5), 7))
     assert np.median(own) == pytest.approx(0.2, rel=0.05)
     assert np.log(own).std() == pytest.approx(0.5, rel=0.05)
@@ -147,6 +153,26 @@ def test_a_long_sum_loses_nothing():
 def test_bad_clocks_raise(options, sentence, problem):
     with pytest.raises(fs.InvalidInput, match=sentence):
         fs.solve(problem, fs.FedAvg(0.1), 1, clock=fs.Clock(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: fs.LogNormal(0.0, 1.0), "median must be positive"),
+        (lambda: fs.LogNormal(1.0, -1.0), "spread must be at least 0"),
+        (lambda: fs.Mixture([0.0], [1.0]), "values must be positive"),
+        (lambda: fs.Mixture([1.0, 2.0], [2.0, -1.0]), "shares must be at least 0"),
+        (lambda: fs.Mixture([1.0, 2.0], [1.0]), "one share for each value"),
+        (lambda: fs.Mixture([1.0], [0.0]), "not all of them 0"),
+        (lambda: fs.Mixture([], []), "values must be a list of numbers"),
+        (lambda: fs.Mixture([1.0], [[1.0]]), "shares must be a list of numbers"),
+        (lambda: fs.Clock(latency=np.ones((1, 2, 3))), "clock.latency must be at least 0"),
+        (lambda: fs.Clock(speed=[1.0, 0.0]), "clock.speed must be positive"),
+    ],
+)
+def test_bad_distributions_raise(make, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        make()
 
 
 def test_an_experiment_has_a_clock_that_variants_may_change(tmp_path):

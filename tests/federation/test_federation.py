@@ -279,3 +279,37 @@ def test_few_and_many_replies_are_added_alike(clients):
     weights = np.arange(1.0, clients + 1)
     total = jax.jit(lambda v, a, w: Replies(v, a).sum(w))(silent, jnp.asarray(arrived), weights)
     np.testing.assert_allclose(total, (weights * arrived) @ rows, rtol=1e-5)
+
+
+class Breaks(fs.Algorithm):
+    """Clients 1, 2 and 3 answer NaN in the second exchange of round 1, and w is NaN after it."""
+
+    publishes: bool
+
+    def init(self, w):
+        return None
+
+    def say(self, client, state, message):
+        bad = message & (client.index >= 1) & (client.index <= 3)
+        return state, (jnp.ones(3, jnp.int32), jnp.where(bad, jnp.nan, jnp.ones(2)))
+
+    def round(self, fed, server, key):
+        fed.ask(self.say, fed.everyone, jnp.asarray(False))
+        if self.publishes:
+            fed.publish(fs.Identity()(jnp.where(fed.round == 1, jnp.nan, jnp.ones(5))))
+        else:
+            asked = jnp.asarray([True, False, True, True])
+            fed.ask(self.say, jnp.asarray([4, 1, 3, 2]), fed.round == 1, when=asked)
+        return server, {}
+
+
+@pytest.mark.parametrize(("publishes", "where"), [(False, [1, 1, 3]), (True, [1, -1, -1])])
+def test_the_first_value_that_is_not_finite_is_remembered(publishes, where):
+    """By round, exchange and client: the first of the cohort who was asked."""
+    problem, algorithm = examples.least_squares(), Breaks(publishes)
+    play = eqx.filter_jit(lambda state: Simulation(problem.on_device(), state).play(algorithm)[0])
+    state, faults = State.start(problem.on_device(), algorithm, jax.random.key(0)), []
+    for _ in range(3):
+        state = play(state)
+        faults.append(state.fault.tolist())
+    assert faults == [[-1, -1, -1], where, where]
