@@ -6,6 +6,7 @@ A new algorithm is a file in this folder and a name here: `fedsolve` exports eve
 
 from fedsolve.algorithms.adaptive import Adaptive
 from fedsolve.algorithms.afl import AFL
+from fedsolve.algorithms.balancing import ResidualBalancing
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
@@ -29,6 +30,7 @@ from fedsolve.algorithms.penalty import PenaltyFedAvg
 from fedsolve.algorithms.ppbc import PPBC
 from fedsolve.algorithms.proxal import ProxAL
 from fedsolve.algorithms.qfedavg import QFedAvg
+from fedsolve.algorithms.regularizers import L1, Regularizer
 from fedsolve.algorithms.safe_ef import SafeEF
 from fedsolve.algorithms.scaffold import SCAFFOLD
 from fedsolve.algorithms.switching import Hard, Soft, Switching
@@ -37,6 +39,7 @@ from fedsolve.algorithms.two_level import SelectingTwice
 __all__ = [
     "AFL",
     "F3AST",
+    "L1",
     "MIFA",
     "MOON",
     "PPBC",
@@ -63,6 +66,8 @@ __all__ = [
     "PenaltyFedAvg",
     "ProxAL",
     "QFedAvg",
+    "Regularizer",
+    "ResidualBalancing",
     "SafeEF",
     "SelectingTwice",
     "Soft",
