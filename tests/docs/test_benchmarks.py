@@ -36,6 +36,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "million.py": "clients that have a state",
     "mutants.py storage/atomic.py": "killed, ",
     "neyman_pearson.py": "NumPy transcription",
+    "payments.py --generated": "| best prices |",
     "peers/run.py Fedsolve": "| Fedsolve | ",
     "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",
     "peers/run.py --work mnist Fedsolve": "| Fedsolve | ",

@@ -236,3 +236,42 @@ def test_passes_over_sparse_clients_use_every_row_with_its_label():
         algorithm = fs.FedAvg(0.5, local_epochs=2)
         found.append(fs.solve(problem, algorithm, rounds=3, precision="float64").params)
     np.testing.assert_allclose(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_large_subsets_are_computed_in_parts(masked):
+    """Of 150 rows: the gradient is that of the chosen rows alone, for any number of them."""
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((2, 150, 4)), "y": rng.standard_normal((2, 150))}
+    if masked:
+        data["mask"] = np.arange(150) < np.array([[150], [140]])
+    problem = fs.Problem(lambda w, d: jnp.mean((d["x"] @ w - d["y"]) ** 2), data, np.zeros(4))
+    own, key = client(problem, 1), jax.random.key(3)
+    slopes = jax.jit(jax.vmap(lambda count: own.restricted(count, key).grad(W)))
+    sizes = np.array([1, 63, 64, 65, 100, 128, 129, 140])
+    for size, slope in zip(sizes, slopes(jnp.asarray(sizes)), strict=True):
+        subset = own.restricted(int(size), key)
+        assert subset._has_parts
+        rows = np.asarray(own._samples.subset(key, int(size)).order)[:size]
+        assert len(set(rows)) == size
+        x, y = data["x"][1][rows], data["y"][1][rows]
+        exact = 2 * x.T @ (x @ np.asarray(W) - y) / size
+        np.testing.assert_allclose(slope, exact, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(subset.grad(W), exact, rtol=2e-5, atol=1e-6)
+        value = float(subset.objective(W))
+        np.testing.assert_allclose(value, np.mean((x @ np.asarray(W) - y) ** 2), rtol=1e-5)
+
+
+def test_time_of_a_subset_is_that_of_its_parts():
+    """The loop over parts ends after the real rows: 65 of 640 rows are two parts, not ten."""
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((1, 640, 3)), "y": rng.standard_normal((1, 640))}
+    problem = fs.Problem(lambda w, d: jnp.mean((d["x"] @ w - d["y"]) ** 2), data, np.zeros(3))
+    samples = client(problem, 0)._samples.subset(jax.random.key(0), 65).gathered()
+    beyond = jnp.arange(640)[:, None] >= 128
+    poisoned = eqx.tree_at(
+        lambda s: s.values["x"], samples, jnp.where(beyond, jnp.nan, samples.values["x"])
+    )
+    w = jnp.ones(3)
+    slopes = [problem.objective.slope_by_parts(lambda w: w, w, s) for s in (samples, poisoned)]
+    np.testing.assert_array_equal(*slopes)

@@ -164,3 +164,30 @@ def test_reports_are_fairlearns(adult):
     )
     assert report.loc["test", "accuracy"] > 0.78
     assert report.loc["train", "parity_gap"] < 0.08
+
+
+@needs_data("adult")
+def test_constraints_by_name_are_of_decisions_and_of_race_and_sex():
+    """As fairlearn counts them on the test part, where the history has them, too."""
+    tables = [
+        {"kind": "equalized_odds", "at_most": 0.05, "group": "race and sex"},
+        {"kind": "false_positive_rate", "at_most": 0.1, "tolerance": 0.01},
+    ]
+    problem = fs.problems.adult(clients=4, constraint=tables, width=4, depth=1, seed=3)
+    assert isinstance(problem.constraint, fs.Several)
+    assert problem.constraint.tolerances == (0.0, 0.01)
+    people = {name: np.asarray(values) for name, values in problem.test.items()}
+    chosen = np.asarray(fairness.logits(problem.params, people)) > 0
+    rich, groups = people["y"] == 1, people["race_and_sex"]
+    assert len(np.unique(groups)) == 10
+    np.testing.assert_array_equal(groups % 2, people["protected"])
+    metrics = dict(problem.metrics)
+
+    def found(name):
+        return float(metrics[name](problem.params, problem.test))
+
+    expected = equal_opportunity_difference(rich, chosen, sensitive_features=groups)
+    assert found("test_equalized_odds.y=1") == pytest.approx(expected, abs=1e-6)
+    assert found("test_false_positive_rate") == pytest.approx(chosen[~rich].mean(), abs=1e-6)
+    with pytest.raises(fs.InvalidInput, match="'age' is not a group of the data"):
+        fs.problems.adult(constraint={"kind": "equal_opportunity", "at_most": 0.1, "group": "age"})

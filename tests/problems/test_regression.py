@@ -119,6 +119,8 @@ def test_libsvm_files_plain_and_bz2(tmp_path, packed):
     [
         (lambda path: fs.problems.read_libsvm(path / "no"), "There is no file"),
         (lambda path: fs.problems.read_libsvm(path / "bad"), "not in LIBSVM's format"),
+        (lambda path: fs.problems.read_libsvm(path / "unsorted"), "sorted and unique"),
+        (lambda path: fs.problems.read_libsvm(path / "repeated"), "sorted and unique"),
         (lambda path: fs.problems.read_libsvm(path / "three"), "two kinds of labels, it has 3"),
         (lambda path: fs.problems.linear_regression(largest=3), "largest must be at least"),
         (lambda path: fs.problems.sparse_logistic(str(path / "two"), 9), "cannot each have one"),
@@ -127,6 +129,8 @@ def test_libsvm_files_plain_and_bz2(tmp_path, packed):
 def test_bad_data_raise(tmp_path, make, sentence):
     (tmp_path / "bad").write_text("1 a:b\n")
     (tmp_path / "three").write_text("1 1:1\n2 1:1\n3 1:1\n")
+    (tmp_path / "unsorted").write_text("1 3:1 2:1\n2 1:1\n")
+    (tmp_path / "repeated").write_text("1 2:1 2:1\n2 1:1\n")
     (tmp_path / "two").write_text("1 1:1\n2 1:1\n")
     with pytest.raises(fs.InvalidInput, match=sentence):
         make(tmp_path)

@@ -1,5 +1,7 @@
 """Gradients that the stopping rule computed are used again by clients at the same w."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ import fedsolve as fs
 from fedsolve.federation.known import InformedClient, Known
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import State
-from fedsolve.runtimes import simulation
+from fedsolve.runtimes import blocks, simulation
+from fedsolve.runtimes.chunks import padded, spans_of
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.runtimes.whole import is_light
 
@@ -135,10 +138,39 @@ def test_a_restricted_client_computes_its_own_gradient():
     w, key = problem.start(), jax.random.key(0)
     place = w, jnp.int32(0), jnp.int32(0), key, None
     known = Known(jnp.asarray(True), jnp.full(4, 7.0))
-    informed = InformedClient(problem, lambda: own, *place, known)
+    informed = InformedClient(problem, lambda index: own, *place, known)
     plain = problem.client(own, *place)
     assert (informed.grad(informed.w) == 7).all()
     np.testing.assert_allclose(informed.grad(w + 1), plain.grad(w + 1), rtol=1e-6)
     few, same = informed.restricted(3, key), plain.restricted(3, key)
     np.testing.assert_allclose(few.grad(few.w), same.grad(same.w), rtol=1e-6)
-    np.testing.assert_allclose(informed.reading().grad(w), plain.grad(w), rtol=1e-6)
+    np.testing.assert_allclose(informed.reading(jnp.int32(0)).grad(w), plain.grad(w), rtol=1e-6)
+
+
+def test_samples_are_not_read_before_the_loop_that_needs_them(monkeypatch):
+    """The compiled program gathers a cohort's samples only inside the loop of `FedADMM.iterate`.
+
+    They do not depend on the loop, so the compiler would move the copy of the samples in front of
+    it, and copy them in every round, though hardly any round needs them.
+    """
+    monkeypatch.setattr(blocks, "TOGETHER", 2**10)
+    monkeypatch.setattr(blocks, "BLOCK", 2**14)
+    problem = fs.problems.linear_regression(clients=20, size=72, smallest=20, largest=37)
+    problem, algorithm = problem.on_device(), fs.FedADMM(participants=10)
+    options = RoundOptions(stop=NEVER)
+    assert simulation.reuses_gradients(problem, algorithm, options)
+    seed = jax.random.key_data(jax.random.key(0))
+    state = simulation.compiled_start(problem, algorithm, seed, options)
+    spans = padded(spans_of(0, 5, 1))
+    program = simulation.compiled_advance.lower(problem, algorithm, state, spans, options)
+    text, found = program.compile().compiled.as_text(), []
+    bodies = dict(re.findall(r"while\(.*body=%?([\w.\-]+), metadata={op_name=\"([^\"]*)", text))
+    for part in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
+        name = part.split(" ")[0].lstrip("%")
+        gathers = re.findall(
+            r"= f32\[[\d,]*37,72\]\S* (?:gather|fusion)\(.*op_name=\"([^\"]*)\"", part
+        )
+        if name in bodies:
+            found += [bodies[name] for told in gathers if told.endswith("vmap()/while/body/gather")]
+    assert found
+    assert all(told.endswith("vmap()/while") for told in found)

@@ -257,3 +257,39 @@ def fedadmm(
             steps.append((w, local.copy(), pi.copy(), eps.copy()))
         averaged.append(z.sum(axis=0) / sigma)
     return np.asarray(averaged), steps
+
+
+def fedadmm_exact(quadratics, w0, cohorts, k0, penalties, on_time=None, scales=None, shrink=0.0):
+    """FedADMM with exact solutions of (6) for f_i(w) = ½wᵀH_i w − b_iᵀw, `quadratics` = (H, b).
+
+    Late answers (`on_time` false) are averaged a round later; a participant of round r has the
+    penalty `scales[r]` σ_i; the average is shrunk by `shrink`/Σσ_i, as the lasso needs it.
+
+    Returns the averaged w after each round, and W, Π, σ at the end.
+    """
+    m = len(penalties)
+    sigma, w = np.array(penalties, float), w0.copy()
+    local, pi = np.tile(w0, (m, 1)), np.zeros((m, len(w0)))
+    known = sigma[:, None] * local, sigma.copy()  # z_i and σ_i, as they are averaged
+    averaged = []
+    for r, cohort in enumerate(cohorts):
+        waiting = []
+        late = np.zeros(len(cohort), bool) if on_time is None else ~on_time[r]
+        for i, slow in zip(cohort, late, strict=True):
+            if scales is not None:
+                sigma[i] = scales[r] * penalties[i]
+            hessian, b = quadratics[i]
+            for _ in range(k0):
+                matrix = hessian / m + sigma[i] * np.eye(len(w))
+                local[i] = np.linalg.solve(matrix, b / m - pi[i] + sigma[i] * w)
+                pi[i] = pi[i] + sigma[i] * (local[i] - w)
+            if slow:
+                waiting.append((i, sigma[i] * local[i] + pi[i], sigma[i]))
+            else:
+                known[0][i], known[1][i] = sigma[i] * local[i] + pi[i], sigma[i]
+        mean = known[0].sum(axis=0) / known[1].sum()
+        w = np.sign(mean) * np.maximum(np.abs(mean) - shrink / known[1].sum(), 0)
+        averaged.append(w)
+        for i, z, s in waiting:
+            known[0][i], known[1][i] = z, s
+    return np.asarray(averaged), local, pi, sigma

@@ -1,6 +1,7 @@
 """FedADMM's theorems as functions, against runs of the method."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -164,3 +165,14 @@ def test_both_counts():
         fedadmm.communication_rounds(7, count="mine")
     with pytest.raises(fs.InvalidInput, match='"paper" or "code"'):
         fedadmm.tolerance(problem, test="mine")
+
+
+def test_a_penalty_below_what_the_theorem_asks_for_is_told():
+    options = {"gap": 1.0, "accuracy": 1e-3, "waiting": 1, "local_iterations": 2}
+    lipschitz = [1.0, 2.0]
+    with pytest.warns(UserWarning, match="client 1 has 2.9, and needs 3"):
+        fs.theory.fedadmm.rate([1.5, 2.9], **options, lipschitz=lipschitz)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enough = fs.theory.fedadmm.rate([1.5, 3.0], **options, lipschitz=lipschitz)
+    assert enough.constant == fs.theory.fedadmm.rate([1.5, 3.0], **options).constant

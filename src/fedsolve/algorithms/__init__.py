@@ -5,6 +5,7 @@ A new algorithm is a file in this folder and a name here: `fedsolve` exports eve
 """
 
 from fedsolve.algorithms.adaptive import Adaptive
+from fedsolve.algorithms.balancing import ResidualBalancing
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.conex import IPPConEx
 from fedsolve.algorithms.f3ast import F3AST
@@ -26,12 +27,14 @@ from fedsolve.algorithms.moon import MOON
 from fedsolve.algorithms.participating import Drawn, Participating
 from fedsolve.algorithms.penalty import PenaltyFedAvg
 from fedsolve.algorithms.ppbc import PPBC
+from fedsolve.algorithms.regularizers import L1, Regularizer
 from fedsolve.algorithms.scaffold import SCAFFOLD
 from fedsolve.algorithms.switching import Hard, Soft, Switching
 from fedsolve.algorithms.two_level import SelectingTwice
 
 __all__ = [
     "F3AST",
+    "L1",
     "MIFA",
     "MOON",
     "PPBC",
@@ -56,6 +59,8 @@ __all__ = [
     "LagrangianFedAvg",
     "Participating",
     "PenaltyFedAvg",
+    "Regularizer",
+    "ResidualBalancing",
     "SelectingTwice",
     "Soft",
     "Switching",

@@ -35,6 +35,18 @@ round. Divided by α_i, a client's augmented Lagrangian is f_i(w_i) + ⟨λ_i, w
 w = Σ α_i(s_i w_i + λ_i) / Σ α_i s_i. So a participant keeps λ_i and s_i, takes the new α_i, and
 sends the changes of z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i. If α converges, a fixed point has
 λ_i = −∇f_i(w) and Σ α_i ∇f_i(w) = 0. An absent client has the α_i of its last answer.
+
+Beyond the paper, in the same terms:
+
+- With a term h(w), (4) is argmin h(w) + (σ/2)‖w − (1/σ) Σ z_i‖²: its proximal operator at the mean.
+- Residuals at the new w, over all clients: primal (Σ‖w_i − w‖²)^½, dual (Σ σ_i²)^½ ‖w − w_before‖,
+  and L = h(w) + Σ α_i f_i(w_i) + ⟨π_i, w_i − w⟩ + (σ_i/2)‖w_i − w‖², the augmented Lagrangian.
+- Penalties that change: a participant takes its new σ_i, keeps π_i, and sends the changes of z_i
+  and σ_i. So w stays the average (4) with the σ_i that clients last sent.
+- The exact solution of (6) for a quadratic f_i with the Hessian H_i: with M = α_i H_i + σ_i I, an
+  iteration is w_i = w − M⁻¹s and s ← s − σ_i M⁻¹s, for one Cholesky factor of M a round.
+- Late answers: (4) has the z_i of the first m_0 answers of the round, and the others' from the next
+  round on. A late z_i was computed at the w of the round in which the client was asked.
 """
 
 from __future__ import annotations
@@ -46,8 +58,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy.linalg import cho_factor, cho_solve
 from jaxtyping import Array, Bool, Float, Int
 
+from fedsolve.algorithms.balancing import ResidualBalancing
 from fedsolve.algorithms.curvature import (
     bounded,
     estimated,
@@ -56,15 +70,19 @@ from fedsolve.algorithms.curvature import (
     random_direction,
 )
 from fedsolve.algorithms.participating import Participating
+from fedsolve.algorithms.regularizers import Regularizer
 from fedsolve.compression.compressors import Compressor, Identity
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.known import InformedClient
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
+from fedsolve.participation.availability import FirstAnswers
+from fedsolve.participation.weighting import Weighting
 from fedsolve.problem.client import Client
+from fedsolve.problem.domains import Box, WholeSpace
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Flag, Info, PRNGKey, Round, Vector
+from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, Round, Vector
 
 Number = Float[Array, ""]
 Numbers = Float[Array, " m"] | Float[np.ndarray, " m"]
@@ -78,6 +96,14 @@ class Server(eqx.Module):
     total: Vector
     penalties: Number
     joined: Int[Array, ""]
+    scale: Number | None = None  # of the penalties, where they change
+    late: tuple[Vector, Number] | None = None  # changes of Σ z_i and Σ σ_i for the next round
+
+
+class Balanced(eqx.Module):
+    """The message of a round whose penalties change."""
+
+    scale: Number
 
 
 class Local(eqx.Module):
@@ -120,6 +146,16 @@ class FedADMM(Participating):
             stops where ‖α_i∇f_i(v') + π_i + σ_i(v − w)‖² < n ε_i, with the gradient at the v'
             before the step (15) to v.
         uplink: The compressor of the clients, which must be contractive.
+        solver: `"steps"` for (15), or `"exact"` for the solution of (6) by a Cholesky factor, where
+            every f_i is quadratic. It needs a matrix of n² numbers for each participant.
+        regularizer: A term h(w) that is added to f, such as `fs.L1`; the domain must be a `Box` or
+            the whole space. The history has h(w) as `regularizer`, and f as `objective`.
+        residuals: Whether to record `primal_residual`, `dual_residual` and `augmented_lagrangian`.
+            All clients are asked for five numbers, one of them f_i(w_i), after every round.
+        balance: How penalties follow the residuals, an `fs.ResidualBalancing`; None for fixed ones.
+            `penalty_scale` in the history is what the first penalties are multiplied by.
+        late: `"lost"`, or `"next"` to take the answers that `availability=FirstAnswers(m_0)` does
+            not wait for in the next round.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.
 
@@ -144,9 +180,22 @@ class FedADMM(Participating):
     dual_start: str = static("zero")
     variant: str = static("paper")
     uplink: Compressor = Identity()
+    solver: str = static("steps")
+    regularizer: Regularizer | None = eqx.field(converter=lambda x: _regularizer(x), default=None)
+    residuals: bool = static(False)
+    balance: ResidualBalancing | None = eqx.field(converter=lambda x: _balance(x), default=None)
+    late: str = static("lost")
 
     def __check_init__(self):
         check_kind("uplink", self.uplink, Compressor)
+        for name, known in (("solver", ("steps", "exact")), ("late", ("lost", "next"))):
+            if (value := getattr(self, name)) not in known:
+                listed = " or ".join(f'"{each}"' for each in known)
+                raise InvalidInput(f"{name} must be {listed}, got {value!r}.")
+        if self.late == "next" and not isinstance(self.availability, FirstAnswers):
+            raise InvalidInput(
+                'late="next" needs availability=FirstAnswers(m_0), which says who is late.'
+            )
         check_count("power_steps", self.power_steps)
         if not self.follows_theory:
             check_positive("penalty", self.penalty)
@@ -182,23 +231,96 @@ class FedADMM(Participating):
                 raise InvalidInput(
                     f"{name} has {len(values)} numbers, but there are {problem.n} clients."
                 )
+        if self.regularizer is not None and not isinstance(problem.domain, Box | WholeSpace):
+            raise InvalidInput(
+                "A regularizer needs a box or the whole space as the domain: the projection on "
+                "another set, after its proximal operator, is not that of both together."
+            )
+        weighted = type(self.weighting).objective_weights is not Weighting.objective_weights
+        if weighted and self.balance is not None:
+            raise InvalidInput(
+                f"balance cannot be used with {type(self.weighting).__name__}: weights that change "
+                "scale the penalties, too."
+            )
+        if self.solver == "exact":
+            check_quadratic(problem)
 
     # On the server
 
     def init(self, w: Vector) -> Server:
-        return Server(jnp.zeros_like(w), jnp.zeros((), w.dtype), jnp.int32(0))
+        none = jnp.zeros((), w.dtype)
+        return Server(
+            jnp.zeros_like(w),
+            none,
+            jnp.int32(0),
+            scale=None if self.balance is None else jnp.ones((), w.dtype),
+            late=(jnp.zeros_like(w), none) if self.late == "next" else None,
+        )
 
     def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         drawn = self.draw(fed, key)
         shares = self.objective_weights(server, fed.participation)  # None: 1/m
         server, before = self.initialize(fed, server, shares), fed.w
-        replies = fed.ask(self.improve, drawn.cohort, shares, when=drawn.available)
-        changes, penalties = (replies.sum(), 0) if shares is None else replies.sum()
-        penalties = server.penalties + penalties
-        server = Server(server.total + changes, penalties, server.joined)
+        message = shares if server.scale is None else Balanced(server.scale)
+        first, info = None, dict(drawn.info)
+        if server.late is not None:
+            info["on_time"] = first = self.on_time(fed, drawn.cohort, drawn.available, key)
+        replies = fed.ask(
+            self.improve, drawn.cohort, message, when=drawn.available, waits_for=first
+        )
+
+        def changes(which: Flags | None = None) -> tuple[Vector, Number | int]:
+            weights = None if which is None else jnp.asarray(which, fed.w.dtype)
+            found = replies.sum(weights)
+            return found if message is not None else (found, 0)
+
+        late = None
+        if first is None:
+            moved, penalties = changes()
+        else:
+            assert server.late is not None
+            waiting, late = server.late, changes(~first)
+            late = late[0], jnp.asarray(late[1], fed.w.dtype)
+            moved, penalties = jax.tree.map(jnp.add, changes(first), waiting)
+        server = Server(
+            server.total + moved, server.penalties + penalties, server.joined, server.scale, late
+        )
         self.publish(fed, server)
         self.learn(fed, before - fed.w)
-        return server, drawn.info
+        if self.regularizer is not None:
+            info["regularizer"] = self.regularizer(fed.w)
+        if self.residuals or self.balance is not None:
+            scale, found = self.measure(fed, server, before)
+            server = eqx.tree_at(lambda s: s.scale, server, scale) if self.balance else server
+            info |= found
+        return server, info
+
+    def answering(self, fed: Federation, cohort: Cohort, up: Flags, key: PRNGKey) -> Flags:
+        first = super().answering(fed, cohort, up, key)
+        return up if self.late == "next" else first
+
+    def on_time(self, fed: Federation, cohort: Cohort, up: Flag | Flags, key: PRNGKey) -> Flags:
+        """Return which clients of the cohort are among the first m_0 to answer."""
+        return super().answering(fed, cohort, jnp.asarray(up), key)
+
+    def measure(
+        self, fed: Federation, server: Server, before: Vector
+    ) -> tuple[Number | None, Info]:
+        """Ask for the residuals at the new w; return the next scale of penalties, and the entry."""
+        found = fed.ask(self.tell, fed.everyone).sum()
+        primal = jnp.sqrt(found["gap"])
+        dual = jnp.sqrt(found["penalty"]) * jnp.linalg.norm(fed.w - before)
+        extra = 0 if self.regularizer is None else self.regularizer(fed.w)
+        info = {"primal_residual": primal, "dual_residual": dual}
+        info["augmented_lagrangian"] = found["lagrangian"] + extra
+        if self.balance is None or server.scale is None:
+            return None, info
+        tiny = jnp.finfo(primal.dtype).tiny
+        size = jnp.maximum(jnp.sqrt(found["local"]), fed.clients**0.5 * jnp.linalg.norm(fed.w))
+        relative = primal / jnp.maximum(size, tiny)
+        relative_dual = dual / jnp.maximum(jnp.sqrt(found["dual"]), tiny)
+        info["penalty_scale"] = server.scale
+        return self.balance.next(server.scale, relative, relative_dual, fed.round), info
 
     def initialize(self, fed: Federation, server: Server, shares: Numbers | None) -> Server:
         """Ask all clients for σ_i and z_i^0 before the first iteration, until all have answered."""
@@ -207,15 +329,19 @@ class FedADMM(Participating):
         penalties, duals, fresh = fed.ask(self.begin, fed.everyone, share, when=missing).sum()
         total = server.total + penalties * fed.w + (0 if duals is None else duals)
         joined = server.joined + jnp.asarray(fresh, jnp.int32)
-        server = Server(total, server.penalties + penalties, joined)
+        server = Server(total, server.penalties + penalties, joined, server.scale, server.late)
         if self.dual_start == "gradient":
             self.publish(fed, server, missing)
         return server
 
     def publish(self, fed: Federation, server: Server, when: Flag = True) -> None:
-        """Publish the average (4): w = (1/σ) Σ z_i, in X."""
+        """Publish the average (4): w = (1/σ) Σ z_i, in X; with h, its proximal operator there."""
         heard = server.penalties > 0
-        w = fed.project(server.total / jnp.where(heard, server.penalties, 1))
+        penalties = jnp.where(heard, server.penalties, 1)
+        mean = server.total / penalties
+        w = fed.project(
+            mean if self.regularizer is None else self.regularizer.prox(mean, 1 / penalties)
+        )
         fed.publish(Identity()(jnp.where(heard, w - fed.w, 0)), when=when)
 
     # On a client
@@ -230,8 +356,7 @@ class FedADMM(Participating):
         """Reply with σ_i, π_i^0 (None if it is 0), and whether this client is new."""
         share = jnp.asarray(share[client.index] if share.ndim else share)
         smoothness = share * self.smooth(client)
-        given = jnp.asarray(3 if self.follows_theory else self.penalty, client.w.dtype)
-        penalty = given[client.index] if given.ndim else given * smoothness
+        penalty = self.first_penalty(client, smoothness)
         dual = jnp.zeros_like(client.w)
         if self.dual_start == "gradient":
             dual = -share * client.grad(client.w)
@@ -242,6 +367,27 @@ class FedADMM(Participating):
         moved = jax.tree.map(lambda now, old: jnp.where(new, now, old), started, state)
         sends_dual = jnp.where(new, dual, 0) if self.dual_start == "gradient" else None
         return moved, (jnp.where(new, penalty, 0), sends_dual, new)
+
+    def first_penalty(self, client: Client, smoothness: Number) -> Number:
+        """Return σ_i as given, from α_i r_i."""
+        given = jnp.asarray(3 if self.follows_theory else self.penalty, client.w.dtype)
+        return given[client.index] if given.ndim else given * smoothness
+
+    def tell(self, client: Client, state: Local) -> tuple[Local, dict[str, Number]]:
+        """Reply with this client's part of the residuals and of the augmented Lagrangian."""
+        joined = state.penalty > 0
+        mean = client.w
+        local = (state.sent - state.dual) / jnp.where(joined, state.penalty, 1)  # w_i, as sent
+        gap = jnp.where(joined, local - mean, 0)
+        value = state.share * client.with_all_samples().objective(mean + gap)
+        value += jnp.vdot(state.dual, gap) + 0.5 * state.penalty * jnp.sum(gap**2)
+        return state, {
+            "gap": jnp.sum(gap**2),
+            "penalty": state.penalty**2,
+            "local": jnp.sum((mean + gap) ** 2),
+            "dual": jnp.sum(state.dual**2),
+            "lagrangian": value,
+        }
 
     def smooth(self, client: Client) -> Number:
         """Return r_i: the largest |eigenvalue| of the Hessian at w, unless it is given.
@@ -263,15 +409,22 @@ class FedADMM(Participating):
         return isinstance(self.penalty, str)
 
     def improve(
-        self, client: Client, state: Local, shares: Numbers | None = None
+        self, client: Client, state: Local, message: Numbers | Balanced | None = None
     ) -> tuple[Local, Packet | tuple[Packet, Number]]:
-        """Take k_0 iterations (5)-(8); send the change of z_i, and of σ_i if α_i may change."""
+        """Take k_0 iterations (5)-(8); send the change of z_i, and of σ_i if that may change."""
         before = state.penalty
-        if shares is not None:
-            state = _with_share(state, jnp.asarray(shares[client.index]))
+        if isinstance(message, Balanced):
+            scaled = message.scale * self.first_penalty(client, state.smoothness)
+            scaled = jnp.where(before > 0, scaled, 0)
+            state = eqx.tree_at(lambda own: own.penalty, state, scaled)
+        elif message is not None:
+            state = _with_share(state, jnp.asarray(message[client.index]))
         slope = state.share * client.grad(client.w)
         penalty = jnp.where(state.penalty > 0, state.penalty, 1)
         first = slope + state.dual  # s
+        if self.solver == "exact":
+            dual, local = self.solve(client, state, penalty, first, slope)
+            return self.reply(client, state, before, penalty, dual, local, state.accuracy, message)
         ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
 
         dual = jnp.where(ready > 0, shrunk * first - slope, state.dual)
@@ -279,6 +432,20 @@ class FedADMM(Participating):
         accuracy = state.accuracy * self.decay**ready
         start = dual, local, accuracy
         dual, local, accuracy = self.iterate(client, state, penalty, slope, ready, start)
+        return self.reply(client, state, before, penalty, dual, local, accuracy, message)
+
+    def reply(
+        self,
+        client: Client,
+        state: Local,
+        before: Number,
+        penalty: Number,
+        dual: Vector,
+        local: Vector,
+        accuracy: Number,
+        message: Numbers | Balanced | None,
+    ) -> tuple[Local, Packet | tuple[Packet, Number]]:
+        """Return the next state, and what the server needs of it."""
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
         packet = client.limited(self.uplink(change, jax.random.fold_in(client.key, 0)))
@@ -290,7 +457,24 @@ class FedADMM(Participating):
             smoothness=state.smoothness,
             penalty=state.penalty,
         )
-        return moved, packet if shares is None else (packet, state.penalty - before)
+        return moved, packet if message is None else (packet, state.penalty - before)
+
+    def solve(
+        self, client: Client, state: Local, penalty: Number, first: Vector, slope: Vector
+    ) -> tuple[Vector, Vector]:
+        """Take k_0 iterations with the exact solution of (6); return π_i and w_i."""
+        identity = jnp.eye(first.size, dtype=first.dtype)
+        hessian = jax.vmap(hessian_product(client))(identity)
+        factor = cho_factor(state.share * hessian + penalty * identity)
+
+        def one(_: Round, carry: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
+            s, _ = carry
+            step = cho_solve(factor, s)
+            return s - penalty * step, step
+
+        start = first, jnp.zeros_like(first)
+        s, step = lax.fori_loop(0, jnp.asarray(self.local_iterations), one, start)
+        return s - slope, client.w - step
 
     def iterate(
         self,
@@ -308,7 +492,7 @@ class FedADMM(Participating):
 
         def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             # at most once, so that samples are read only if some client needs them
-            own = client.reading() if isinstance(client, InformedClient) else client
+            own = client.reading(carry[0]) if isinstance(client, InformedClient) else client
 
             def one(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
                 dual, _, accuracy = carry
@@ -394,6 +578,26 @@ class FedADMM(Participating):
         return lax.while_loop(unfinished, check, carry)[0]
 
 
+def check_quadratic(problem: Problem) -> None:
+    """Raise if some f_i is seen not to be quadratic: its Hessian differs at two points."""
+    if problem.batch_size is not None:
+        raise InvalidInput('solver="exact" uses all samples of a client, not minibatches.')
+    placed = problem.on_device()
+    rng, w = np.random.default_rng(0), placed.start()
+    direction = jnp.asarray(rng.standard_normal(w.size), w.dtype)
+    for index in {0, problem.n - 1}:
+        own = jax.tree.map(lambda leaf, i=index: leaf[i], placed.samples)
+        client = placed.client(own, w, jnp.int32(0), jnp.int32(index), jax.random.key(0))
+        here = jax.jvp(client.grad, (w,), (direction,))[1]
+        other = w + jnp.asarray(rng.standard_normal(w.size), w.dtype)
+        there = jax.jvp(client.grad, (other,), (direction,))[1]
+        if jnp.linalg.norm(here - there) > 1e-3 * jnp.linalg.norm(here):
+            raise InvalidInput(
+                f'solver="exact" is for quadratic objectives; that of client {index} has another '
+                "Hessian at another point."
+            )
+
+
 def _with_share(state: Local, share: Number) -> Local:
     """Change α_i and keep λ_i and s_i; (6) is squared."""
     scale = jnp.where(state.share > 0, share / jnp.where(state.share > 0, state.share, 1), 1)
@@ -434,6 +638,14 @@ def _penalty(value: Any) -> Scalar | Numbers | str:
     if isinstance(value, str) and value == "theory":
         return value
     return _array(value) if np.ndim(value) else scalar("penalty")(value)
+
+
+def _regularizer(value: object) -> Regularizer | None:
+    return None if value is None else check_kind("regularizer", value, Regularizer)
+
+
+def _balance(value: object) -> ResidualBalancing | None:
+    return None if value is None else check_kind("balance", value, ResidualBalancing)
 
 
 def _array(value: object) -> Any:

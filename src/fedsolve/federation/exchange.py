@@ -63,7 +63,7 @@ class Exchange:
     def answer(
         self,
         index: Int[Array, ""],
-        samples: Samples | Callable[[], Samples],
+        samples: Samples | Callable[[Int[Array, ""]], Samples],
         state: PyTree,
         known: Known | None = None,
     ) -> tuple[PyTree, Reply]:
@@ -71,7 +71,7 @@ class Exchange:
 
         Args:
             index: The client's index among all clients.
-            samples: Its samples; with `known`, a function that returns them.
+            samples: Its samples; with `known`, a function of the index that returns them.
             state: Its state for the algorithm, and its memory for the problem.
             known: Its gradient at w, if the evaluation has computed it.
 

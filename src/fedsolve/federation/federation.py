@@ -80,6 +80,7 @@ class Federation:
         self._fault = state.fault
         self._key = jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round)
         self._asked = 0  # exchanges of this round so far
+        self._waits_for: Flags | None = None  # in the exchange that goes on
         self._moved_buffers: _Buffers | None = None  # of the last exchange with local steps
         self.bytes_up, self.bytes_down = Count.zero(), Count.zero()
         self.messages_up, self.messages_down = Count.zero(), Count.zero()
@@ -118,6 +119,7 @@ class Federation:
         cohort: Cohort,
         message: Message = None,
         when: Flag | Flags = True,
+        waits_for: Flags | None = None,
     ) -> Replies:
         """Run `method(client, state, message)` on every client of the cohort.
 
@@ -131,6 +133,8 @@ class Federation:
             cohort: The indices of the clients to ask.
             message: What is sent to them, as a tree of arrays.
             when: Whether they are asked, one flag for all or one for each of the cohort.
+            waits_for: Whose answers the simulated clock waits for; None for all. The answers of the
+                others are among the replies, too: the algorithm uses them in a later round.
 
         Returns:
             The replies, and which of them arrived.
@@ -150,6 +154,7 @@ class Federation:
             self._options.clip_of(method.__name__),
         )
         self._asked += 1
+        self._waits_for = waits_for
         size = len(cohort)
         # Known before the program runs if it is simply everyone: then nothing needs masking.
         asked = np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
@@ -261,7 +266,8 @@ class Federation:
             return self._counted(arrived)
         times = self._times(exchange, cohort)
         arrived = clock.waited_for(arrived, times)
-        self._seconds += jnp.max(jnp.where(arrived, times, 0))
+        waited = arrived if self._waits_for is None else arrived & self._waits_for
+        self._seconds += jnp.max(jnp.where(waited, times, 0))
         return self._counted(arrived)
 
     def _counted(self, arrived: Flags) -> Flags:

@@ -39,7 +39,7 @@ class InformedClient(Client):
 
     Args:
         problem: The problem.
-        read: Function that returns this client's samples.
+        read: Function of this client's index that returns its samples.
         w, round, index, key, memory: As for `Client`.
         known: Its gradient at w, and whether it is valid.
     """
@@ -47,7 +47,7 @@ class InformedClient(Client):
     def __init__(
         self,
         problem: Problem,
-        read: Callable[[], Samples],
+        read: Callable[[Int[Array, ""]], Samples],
         w: Vector,
         round: Int[Array, ""],
         index: Int[Array, ""],
@@ -56,16 +56,16 @@ class InformedClient(Client):
         known: Known,
     ):
         super().__init__(problem, Samples(None), w, round, index, key, memory)
-        self._read: Callable[[], Samples] = read
+        self._read: Callable[[Int[Array, ""]], Samples] = read
         self._known: Known | None = known
 
     @property
     def _samples(self) -> Samples:
-        return self._read()
+        return self._read(self.index)
 
     @_samples.setter
     def _samples(self, samples: Samples) -> None:
-        self._read, self._known = lambda: samples, None  # other samples have another gradient
+        self._read, self._known = lambda _: samples, None  # other samples have another gradient
 
     def grad(self, w: Vector, key: PRNGKey | None = None) -> Vector:
         known = self._known
@@ -74,8 +74,13 @@ class InformedClient(Client):
         compute = super().grad
         return lax.cond(known.valid, lambda: known.gradients, lambda: compute(w))
 
-    def reading(self) -> Client:
-        """Return this client with its samples read here, for a loop that uses them repeatedly."""
-        return Client(
-            self._problem, self._read(), self.w, self.round, self.index, self.key, self.memory
-        )
+    def reading(self, after: Array) -> Client:
+        """Return this client with its samples read here, for a loop that uses them repeatedly.
+
+        Args:
+            after: A value that the loop changes. The index is made to depend on it, or the compiler
+                would read the samples before the loop, even if the loop does not run.
+        """
+        index, _ = lax.optimization_barrier((self.index, after))
+        samples = self._read(index)
+        return Client(self._problem, samples, self.w, self.round, self.index, self.key, self.memory)

@@ -92,7 +92,7 @@ class Game(eqx.Module):
 
     Raises:
         InvalidInput: If the numbers of players differ or are unknown, the bounds are not
-            0 ≤ lower ≤ upper, or payoff or cost do not return one number for each player.
+            0 ≤ lower ≤ upper, or payoff or cost do not return one finite number for each player.
 
     Example:
         >>> import fedsolve as fs
@@ -171,6 +171,13 @@ class Game(eqx.Module):
                 raise InvalidInput(
                     f"The {name} must give one number for each of {self.players} players, "
                     f"got shape {found}."
+                )
+            middle = 0.5 * (self.lower + self.upper)
+            told = np.asarray(part(jnp.asarray(middle, jnp.result_type(float))))
+            if not np.isfinite(told).all():
+                i = int(np.argmin(np.isfinite(told)))
+                raise InvalidInput(
+                    f"The {name} of player {i} is {told[i]} in the middle of the bounds."
                 )
 
     @property
@@ -338,6 +345,38 @@ class Game(eqx.Module):
         """
         paid = Sum((self.payoff, as_part("payment", payment)))
         return Game(paid, self.cost, self.lower, self.upper, self.regularization)
+
+    def with_turnout(self, probability: ArrayLike, draws: int = 256, seed: int = 0) -> Game:
+        """Return the game in which players are there in some rounds only.
+
+        A player that is there contributes N_i, one that is not contributes nothing. Players choose
+        N_i for the mean over all that can happen.
+
+        Args:
+            probability: The probability that a player is there, above 0; one number for all players
+                or one for each.
+            draws: The number of cases over which means are computed. They are exact if there are no
+                more than that, 2^m; otherwise cases are drawn.
+            seed: The seed of the draws.
+
+        Returns:
+            The game of means.
+
+        Raises:
+            InvalidInput: If a probability is not above 0 and at most 1.
+
+        Example:
+            >>> import fedsolve as fs
+            >>> cost = fs.games.QuadraticCost([[1.0, 0.0], [0.0, 1.0]], rate=-2.0)
+            >>> game = fs.Game(None, cost, lower=0, upper=5, regularization=1.0)
+            >>> game.equilibrium().tolist(), game.with_turnout(0.5).equilibrium().round(3).tolist()
+            ([1.0, 1.0], [0.667, 0.667])
+        """
+        from fedsolve.games.turnout import Turnout, turnouts
+
+        cases, weights = turnouts(np.asarray(probability), self.players, draws, seed)
+        payoff, cost = (Turnout(part, cases, weights) for part in (self.payoff, self.cost))
+        return Game(payoff, cost, self.lower, self.upper, self.regularization)
 
     def without(self, gone: ArrayLike) -> Game:
         """Return the game in which some players contribute nothing.

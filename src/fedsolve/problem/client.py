@@ -81,6 +81,7 @@ class Client:
     """
 
     _uses_all_samples = False
+    _has_parts = False  # whether the samples are the first rows, to be taken in parts
 
     def __init__(
         self,
@@ -462,8 +463,10 @@ class Client:
         Returns:
             A client that uses no other samples.
         """
-        other = copy.copy(self)
-        other._samples = self._samples.subset(key, count)
+        other, subset = copy.copy(self), self._samples.subset(key, count)
+        if self._problem.batch_size is None and self._problem.objective.has_parts(subset):
+            subset, other._has_parts = subset.gathered(), True
+        other._samples = subset
         return other
 
     def limited(self, packet: Packet) -> Packet:
@@ -547,6 +550,8 @@ class Client:
         """Return ∇f_j by w and by the personal parameters, and the next state."""
         samples, objective = self._draw_to_train(key), self._problem.objective
         if self._moves is None:
+            if self._has_parts:
+                return objective.slope_by_parts(self._params, w, samples), None, None
             slope = jax.grad(lambda w: objective(self._params(w), samples))(w)
             return slope, None, None
 

@@ -18,12 +18,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Float
 
 from fedsolve.errors import InvalidInput
-from fedsolve.problem.samples import Samples, full_mask, has_rows
-from fedsolve.types import Function, PyTree
+from fedsolve.problem.local_pass import HasLocalPass
+from fedsolve.problem.samples import Samples, full_mask, has_rows, is_pieces
+from fedsolve.types import Function, PyTree, Vector
+
+PART = 64  # rows of a part of a client's samples
 
 
 class PerClient(eqx.Module):
@@ -77,6 +81,11 @@ class PerClient(eqx.Module):
                 "padded ones; give batch_size (and drop_last=True with local_epochs), or let the "
                 'loss use data["mask"].'
             )
+        mask = samples.mask if self.averages is None else samples.mask[self.averages]
+        return self._total(params, samples) / jnp.sum(mask), None
+
+    def _total(self, params: PyTree, samples: Samples) -> Float[Array, ""]:
+        """Return the sum of the values of single samples."""
         name = self.averages
         mask = samples.mask if name is None else samples.mask[name]
         sampled = samples.values if name is None else samples.values[name]
@@ -94,7 +103,41 @@ class PerClient(eqx.Module):
 
         rows = None if samples.noise is None else jnp.arange(len(mask))
         values = jax.vmap(one, (None if rows is None else 0, *axes))(rows, *leaves)
-        return jnp.sum(jnp.where(mask, values, 0)) / jnp.sum(mask), None
+        return jnp.sum(jnp.where(mask, values, 0))
+
+    def has_parts(self, samples: Samples) -> bool:
+        """Return whether `slope_by_parts` applies: to averages over one set of many samples."""
+        mask = samples.mask
+        if mask is None or isinstance(mask, dict) or len(mask) < 2 * PART:
+            return False
+        if any(map(is_pieces, jax.tree.leaves(samples.values, is_leaf=is_pieces))):
+            return False
+        plain = not (self.sees_mask or self.is_random or self.has_state)
+        return plain and not isinstance(self.function, HasLocalPass)
+
+    def slope_by_parts(
+        self, params_at: Callable[[Vector], PyTree], w: Vector, samples: Samples
+    ) -> Vector:
+        """Return the gradient at w from parts of the rows, up to the last that has real ones.
+
+        The real samples must be the first rows, so that the time is that of their number.
+        """
+        mask, length = samples.mask, len(samples.mask)
+
+        def add(part: Array, total: Vector) -> Vector:
+            begin = part * PART
+            first = jnp.minimum(begin, length - PART)  # the last part overlaps the one before
+
+            def cut(leaf: Array) -> Array:
+                return lax.dynamic_slice_in_dim(leaf, first, PART)
+
+            values = jax.tree.map(lambda x: cut(x) if has_rows(x, mask) else x, samples.values)
+            real = cut(mask) & (first + jnp.arange(PART) >= begin)
+            some = Samples(values, real)
+            return total + jax.grad(lambda w: self._total(params_at(w), some))(w)
+
+        count = jnp.sum(mask, dtype=jnp.int32)
+        return lax.fori_loop(0, -(-count // PART), add, jnp.zeros_like(w)) / count
 
 
 def per_client(

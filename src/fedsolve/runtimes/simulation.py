@@ -56,7 +56,7 @@ class Simulation(Federation):
 
         def answer(
             index: Int[Array, ""],
-            samples: Samples | Callable[[], Samples],
+            samples: Samples | Callable[[Int[Array, ""]], Samples],
             state: PyTree,
             known: Known | None = None,
         ) -> tuple[PyTree, Reply]:
@@ -66,7 +66,7 @@ class Simulation(Federation):
             return moved, jax.tree.map(jnp.asarray, reply)
 
         def informed(index: Int[Array, ""], state: PyTree, slope: Vector) -> tuple[PyTree, Reply]:
-            def read() -> Samples:
+            def read(index: Int[Array, ""]) -> Samples:
                 return jax.tree.map(lambda leaf: leaf[index], self._problem.samples)
 
             assert self.known is not None
@@ -83,28 +83,32 @@ class Simulation(Federation):
                 return map_clients(jax.vmap(informed), cohort, data, options, rows=whole)
             return map_clients(jax.vmap(answer), cohort, data, self._options, rows=whole)
 
-        if isinstance(asked, jax.Array):
-            # Not asked, not computed: worth a branch, since it can be most of a round.
-            shape = jax.eval_shape(run, self._states)
-
-            def skip(states: PyTree) -> tuple[PyTree, Reply]:
-                zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape[1])
-                return jax.tree.map(take, states), zeros
-
-            moved, values = lax.cond(jnp.any(asked), run, skip, self._states)
-        else:
-            moved, values = run(self._states)
-
         def put(old: Array, new: Array) -> Array:
             if not (isinstance(arrived, np.ndarray) and arrived.all()):
                 new = jnp.where(arrived.reshape(-1, *[1] * (new.ndim - 1)), new, take(old))
             return new if whole else old.at[rows].set(new)
 
-        old, structure = jax.tree.flatten(self._states)
-        new = jax.tree.leaves(moved)
-        self._states = structure.unflatten(
-            o if same else put(o, n) for o, n, same in zip(old, new, untouched, strict=True)
-        )
+        def move(states: PyTree) -> tuple[PyTree, Reply]:
+            moved, values = run(states)
+            old, structure = jax.tree.flatten(states)
+            new = jax.tree.leaves(moved)
+            kept = structure.unflatten(
+                o if same else put(o, n) for o, n, same in zip(old, new, untouched, strict=True)
+            )
+            return kept, values
+
+        if isinstance(asked, jax.Array):
+            # Not asked, not computed, and no state is copied: a loop that runs once or not at all.
+            shapes = jax.eval_shape(lambda states: run(states)[1], self._states)
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+            def once(carry: PyTree) -> PyTree:
+                return jnp.asarray(False), *move(carry[1])
+
+            start = jnp.any(asked), self._states, nothing
+            _, self._states, values = lax.while_loop(lambda carry: carry[0], once, start)
+        else:
+            self._states, values = move(self._states)
         return values, arrived
 
 

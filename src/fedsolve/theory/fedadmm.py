@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Int, PyTree, Shaped
+from jaxtyping import Float, Int, PyTree, Shaped
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import RoundOptions
@@ -217,6 +218,7 @@ def rate(
     waiting: int,
     local_iterations: int,
     decay: ArrayLike = 0.95,
+    lipschitz: ArrayLike | None = None,
 ) -> Rate:
     """Compute the constant c of Theorem 4.3.
 
@@ -231,6 +233,8 @@ def rate(
         waiting: s_0 of Scheme 4.1.
         local_iterations: k_0.
         decay: ν_i, one number or one for each client.
+        lipschitz: r_i, to check σ_i ≥ 3 r_i/m; there is a warning for a penalty below that. None
+            for no check.
 
     Returns:
         The rate, with the bound (26) and the number of iterations (28).
@@ -253,6 +257,8 @@ def rate(
     check_count("local_iterations", local_iterations)
     if (nu < 0.5).any() or (nu >= 1).any():
         raise InvalidInput(f"Theorem 4.3 needs ν_i from 1/2 to below 1, got {decay}.")
+    if lipschitz is not None:
+        _warn_of_small(sigma, np.broadcast_to(np.asarray(lipschitz, float), sigma.shape))
     m, each = len(sigma), eps / (1 - nu) * np.ones(len(sigma))
     start = float(gap) + float(np.sum(29 * each / sigma))  # L̃⁰ − f*, (22) with w_i⁰ = w⁰
     window = waiting * (waiting + 1) * m * float(sigma.max()) * start
@@ -263,6 +269,18 @@ def rate(
         waiting=waiting,
         local_iterations=local_iterations,
     )
+
+
+def _warn_of_small(penalties: Float[np.ndarray, " m"], lipschitz: Float[np.ndarray, " m"]) -> None:
+    """Warn if a penalty is below what Theorems 4.1 and 4.3 ask for."""
+    least = 3 * lipschitz / len(lipschitz)
+    worst = int(np.argmin(penalties / least))
+    if penalties[worst] < least[worst] * (1 - 1e-12):
+        warnings.warn(
+            f"Theorem 4.3 needs penalties of at least 3 r_i/m: client {worst} has "
+            f"{penalties[worst]:.4g}, and needs {least[worst]:.4g}.",
+            stacklevel=3,
+        )
 
 
 def tolerance(
