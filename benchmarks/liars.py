@@ -29,7 +29,7 @@ def attacked(attack) -> type[fs.FedSGM]:
 
         def improve(self, client, residual, message):
             residual, packet = super().improve(client, residual, message)
-            v = packet.vector
+            v = packet.dense()
             return residual, Dense(jnp.where(client.index < LIARS, attack(v, client), v))
 
     return Attacked

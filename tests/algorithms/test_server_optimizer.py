@@ -46,7 +46,7 @@ def test_momentum_on_the_server_is_fedavgm():
 
 @pytest.mark.parametrize("rule", ["adagrad", "yogi", "adam"])
 def test_the_adaptive_steps_follow_algorithm_2(rule):
-    run = solved(fs.Adaptive(rule, 0.1, b1=0.6, b2=0.9, tau=0.01, initial=0.02))
+    run = solved(fs.AdaptiveStep(rule, 0.1, b1=0.6, b2=0.9, tau=0.01, initial=0.02))
     x, m, v = np.zeros(5), np.zeros(5), np.full(5, 0.02)
     for cohort in run.history["cohort"]:
         change = mean_change(x, cohort)
@@ -60,13 +60,13 @@ def test_the_adaptive_steps_follow_algorithm_2(rule):
             v = 0.9 * v + 0.1 * square
         x = x + 0.1 * m / (np.sqrt(v) + 0.01)
     np.testing.assert_allclose(run.params, x, atol=1e-12)
-    assert fs.Adaptive(rule).initial is None
-    first = solved(fs.Adaptive(rule, tau=0.1)).state.server.moments
+    assert fs.AdaptiveStep(rule).initial is None
+    first = solved(fs.AdaptiveStep(rule, tau=0.1)).state.server.moments
     assert first.second.shape == (5,)
 
 
 def test_the_second_moment_begins_at_the_square_of_tau():
-    rule = fs.Adaptive("adam", tau=0.1).transform(jnp.int32(0))
+    rule = fs.AdaptiveStep("adam", tau=0.1).transform(jnp.int32(0))
     moments: Any = rule.init(jnp.zeros(2))
     np.testing.assert_allclose(moments.second, 0.01, rtol=1e-6)
 
@@ -155,12 +155,12 @@ def test_a_schedule_is_one_of_the_rounds():
 
 
 def test_a_new_number_compiles_nothing_and_sweeps():
-    algorithm = fs.FedAvg(0.03, server_optimizer=fs.Adaptive("adam", 0.1))
+    algorithm = fs.FedAvg(0.03, server_optimizer=fs.AdaptiveStep("adam", 0.1))
     grid: dict[str, Any] = {"server_optimizer.step_size": [0.1, 0.2]}
     swept = fs.sweep(PROBLEM, algorithm, 5, precision="float64", **grid)
     alone = fs.solve(
         PROBLEM,
-        fs.FedAvg(0.03, server_optimizer=fs.Adaptive("adam", 0.2)),
+        fs.FedAvg(0.03, server_optimizer=fs.AdaptiveStep("adam", 0.2)),
         5,
         precision="float64",
     )
@@ -180,9 +180,12 @@ BAD = {
         lambda: fs.FedAvgAll(0.1, server_optimizer=fs.Adam(0.1)),
         "FedAvgAll has its own step of the server",
     ),
-    "rule": (lambda: fs.Adaptive("adan"), "rule must be one of adagrad, yogi, adam, got 'adan'"),
-    "tau": (lambda: fs.Adaptive("adam", tau=0.0), "tau must be positive"),
-    "b1": (lambda: fs.Adaptive("adam", b1=1.0), "b1 must be at least 0 and below 1"),
+    "rule": (
+        lambda: fs.AdaptiveStep("adan"),
+        "rule must be one of adagrad, yogi, adam, got 'adan'",
+    ),
+    "tau": (lambda: fs.AdaptiveStep("adam", tau=0.0), "tau must be positive"),
+    "b1": (lambda: fs.AdaptiveStep("adam", b1=1.0), "b1 must be at least 0 and below 1"),
     "step": (lambda: fs.Yogi(0.0), "step_size must be positive"),
     "initial": (lambda: fs.Adagrad(0.1, initial=-1.0), "initial must be at least 0"),
 }

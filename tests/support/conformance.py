@@ -89,7 +89,7 @@ ALGORITHMS = {
     "ProxAL": fs.ProxAL(0.05, 0.1, steps=3, local_steps=2),
     "MIFA": fs.MIFA(0.03, participants=3, local_steps=2, availability=0.8, uplink=fs.TopK(0.6)),
     "FedVARP, FedAdam": fs.FedVARP(
-        0.03, participants=3, local_steps=2, server_optimizer=fs.Adaptive("adam", 0.05)
+        0.03, participants=3, local_steps=2, server_optimizer=fs.AdaptiveStep("adam", 0.05)
     ),
     "FedNova": fs.FedNova(
         0.05,

@@ -13,7 +13,7 @@ from tests.support.in_process import Wires, deploy
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
 importlib.import_module("fedsolve.torch")
-from fedsolve.problem.samples import as_samples  # noqa: E402
+from fedsolve.problem.stacking import as_samples  # noqa: E402
 from fedsolve.torch import pool  # noqa: E402
 from fedsolve.torch.descent import Objective, callback_problem  # noqa: E402
 

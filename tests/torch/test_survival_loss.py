@@ -50,7 +50,7 @@ def test_a_loss_with_a_loop_over_patients_gives_the_run_of_the_compiled_one(batc
         batch_size=batch_size,
     )
     algorithm = fs.FedAvg(
-        0.05, local_steps=3, weighting="DataSize", server_optimizer=fs.Adaptive("adam", 0.1)
+        0.05, local_steps=3, weighting="DataSize", server_optimizer=fs.AdaptiveStep("adam", 0.1)
     )
     one = fs.solve(compiled, algorithm, 4, seed=2, precision="float64")
     two = fs.solve(called, algorithm, 4, seed=2, precision="float64")

@@ -20,9 +20,9 @@ With a `server_optimizer` it is FedOpt of Reddi et al., "Adaptive Federated Opti
 | | `server_optimizer` |
 |---|---|
 | FedAvgM | `SGD(η, momentum=β)` |
-| FedAdagrad | `Adaptive("adagrad", η, b1=0)` |
-| FedYogi | `Adaptive("yogi", η)` |
-| FedAdam | `Adaptive("adam", η)` |
+| FedAdagrad | `AdaptiveStep("adagrad", η, b1=0)` |
+| FedYogi | `AdaptiveStep("yogi", η)` |
+| FedAdam | `AdaptiveStep("adam", η)` |
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Averaging(CompressedTraining):
     Compression is as in FedSGM: error feedback on a biased uplink, EF21-P on the downlink.
 
     Args:
-        server_optimizer: The optimizer of the server (`fs.SGD`, `fs.Adam`, `fs.Adaptive` or one of
-            optax), whose state stays from round to round. Its gradient is what the server would
+        server_optimizer: The optimizer of the server (`fs.SGD`, `fs.Adam`, `fs.AdaptiveStep` or
+            one of optax), whose state stays from round to round. Its gradient is what the server would
             subtract without one; so `fs.SGD(1.0)` changes nothing.
     """
 
@@ -139,8 +139,8 @@ class FedAvg(Averaging):
         error_feedback: Whether clients send later what a biased uplink drops; False is for
             ablations, where it is lost.
         downlink: The compressor of the server (EF21-P), which must be contractive.
-        server_optimizer: The optimizer of the server's step (`fs.SGD`, `fs.Adam`, `fs.Adaptive` or
-            one of optax), whose state stays from round to round; None for plain averaging. Its
+        server_optimizer: The optimizer of the server's step (`fs.SGD`, `fs.Adam`, `fs.AdaptiveStep`
+            or one of optax), whose state stays from round to round; None for plain averaging. Its
             gradient is `step_size` times the mean pseudo-gradient: how far w would move.
         participants, weighting, selection, availability: Which clients take part; see
             `Participating`.

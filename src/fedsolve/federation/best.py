@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from fedsolve.fields import Scalar
 from fedsolve.types import Flag, PyTree, Vector
 
 KEPT = ("objective", "constraint", "weighted_objective", "weighted_constraint")
@@ -83,7 +84,7 @@ class Best(eqx.Module):
 def with_best(
     state: PyTree,
     entry: Mapping[str, PyTree],
-    tolerance: float | Float[Array, ""] | Float[np.ndarray, ""],
+    tolerance: Scalar,
     complete: Flag = True,
     counts: Flag = True,
 ) -> PyTree:

@@ -38,7 +38,7 @@ class Replies(eqx.Module):
     on_sum: Callable[[Float[Array, " m"]], None] | None = eqx.field(static=True, default=None)
 
     @property
-    def count(self) -> Int[Array, ""] | int:
+    def count(self) -> Int[Array, ""] | int | float:
         """The number of answers that arrived."""
         known = isinstance(self.arrived, np.ndarray)
         return int(self.arrived.sum()) if known else jnp.sum(self.arrived, dtype=jnp.int32)

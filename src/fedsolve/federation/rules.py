@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
-from fedsolve.types import Flags, Info, Number, PyTree, Reply
+from fedsolve.fields import Scalar
+from fedsolve.types import Flags, Info, PyTree, Reply
 
 EVALUATION = "evaluation"  # the name of the exchange in which clients are evaluated
 Weights = Float[Array, " m"] | None
@@ -42,7 +43,7 @@ class Rule(eqx.Module):
 
     drops_broken: ClassVar[bool] = False  # whether it leaves out answers that are not finite
 
-    def clip_of(self, name: str) -> Number | None:
+    def clip_of(self, name: str) -> Scalar | None:
         """Return the largest norm of a reply in the exchange of that name; None for any norm."""
         return None
 

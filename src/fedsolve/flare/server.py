@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
@@ -311,8 +311,8 @@ class Deployed(Runtime):
     def _unknown(self, w: Vector, shares: Shares) -> Info:
         """Return NaN for each column of an evaluation: nobody was heard."""
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._values)
-        part = () if shares is None else (shares[:1],)
-        shapes = jax.eval_shape(lambda v: combined(self.problem, w, v, *part), one)
+        part = None if shares is None else shares[:1]
+        shapes = jax.eval_shape(lambda v: combined(self.problem, w, v, part), one)
         types = {name: x.dtype if x.dtype.kind == "f" else float for name, x in shapes.items()}
         unknown = {name: np.full(x.shape, np.nan, types[name]) for name, x in shapes.items()}
         return unknown | {"clients_evaluated": np.int32(0)}
@@ -323,9 +323,11 @@ class Deployed(Runtime):
         return (now.server, now.participation) == (then.server, then.participation)
 
 
-def _combined(problem: Problem, buffers: PyTree, w: Vector, values: Values, *shares: Array) -> Info:
+def _combined(
+    problem: Problem, buffers: PyTree, w: Vector, values: Values, shares: Shares = None
+) -> Info:
     now = problem if buffers is None else problem.with_state(buffers)
-    return combined(now, w, values, *shares)
+    return combined(now, w, values, shares)
 
 
 class JournalSaver:

@@ -3,7 +3,7 @@
 | optimizer | |
 |---|---|
 | `SGD`, `Adam`, `Yogi`, `Adagrad` | as optax has them |
-| `Adaptive` | Algorithm 2 of Reddi et al., "Adaptive Federated Optimization" (2021) |
+| `AdaptiveStep` | Algorithm 2 of Reddi et al., "Adaptive Federated Optimization" (2021) |
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Adagrad(Optimizer):
 
 
 class Moments(NamedTuple):
-    """m and v of `Adaptive`."""
+    """m and v of `AdaptiveStep`."""
 
     first: PyTree
     second: PyTree
@@ -157,7 +157,7 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-class Adaptive(Optimizer):
+class AdaptiveStep(Optimizer):
     """The adaptive step of FedAdagrad, FedYogi and FedAdam (Reddi et al., 2021, Algorithm 2).
 
     With Δ the mean change of the clients' models, that is the negative gradient here,
@@ -182,7 +182,7 @@ class Adaptive(Optimizer):
     Example:
         >>> import fedsolve as fs
         >>> fedyogi = fs.FedAvg(
-        ...     0.1, local_steps=5, server_optimizer=fs.Adaptive("yogi", 0.01)
+        ...     0.1, local_steps=5, server_optimizer=fs.AdaptiveStep("yogi", 0.01)
         ... )
     """
 

@@ -49,7 +49,7 @@ from fedsolve.privacy.accounting import (
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.runtimes.recording import RoundRecord, record_round
-from fedsolve.types import Info, Number, PyTree
+from fedsolve.types import Info, PyTree
 
 EVALUATIONS = ("private", "outside")
 TELLS_WHO = ("cohort", "available", "picks", "selection_skew")  # columns about who took part
@@ -263,14 +263,14 @@ class Plan:
 class NoisySums(Rule):
     """The rule of a private run: clipped replies, of which only noisy sums can be had."""
 
-    clips: dict[str, Scalar]
-    noises: dict[str, Scalar]
+    clips: Mapping[str, Scalar]
+    noises: Mapping[str, Scalar]
     # The number over which means are taken, where it must not be told who took part
     size: float | None = eqx.field(static=True, default=None)
     evaluation: bool = eqx.field(static=True, default=True)
     default: Scalar | None = None  # the clip of exchanges that have none
 
-    def clip_of(self, name: str) -> Number:
+    def clip_of(self, name: str) -> Scalar:
         clip = self.clips.get(name, self.default)
         if clip is None:
             raise InvalidInput(
@@ -332,7 +332,7 @@ class NoisySums(Rule):
         return {column: value for column, value in info.items() if column not in TELLS_WHO}
 
 
-def _noisy(leaf: Float[Array, "..."], deviation: Number, context: Context) -> Float[Array, "..."]:
+def _noisy(leaf: Float[Array, "..."], deviation: Scalar, context: Context) -> Float[Array, "..."]:
     return leaf + (deviation * context.draw(jnp.shape(leaf))).astype(leaf.dtype)
 
 

@@ -30,7 +30,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.rules import Context, Rule, SumsOnly, Weights, sums_only
 from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
-from fedsolve.types import Number, PyTree
+from fedsolve.types import PyTree
 
 Rows = Float[Array, "m ..."]
 Heard = Bool[Array, " m"]
@@ -172,7 +172,7 @@ class Clipped(Robust):
     def center(self, rows: PyTree, heard: Heard, weights: Weights) -> PyTree:
         return Replies(rows, heard).mean(weights)
 
-    def _bound(self, name: str) -> Number | None:
+    def _bound(self, name: str) -> Scalar | None:
         return self.norm.get(name) if isinstance(self.norm, dict) else self.norm
 
 

@@ -24,7 +24,7 @@ from fedsolve.federation.replies import Replies
 from fedsolve.federation.rules import Context, Rule, Weights, sums_only
 from fedsolve.fields import Scalar, check_positive, scalar, static
 from fedsolve.privacy.encoding import check_threshold, costs
-from fedsolve.types import Flags, Number, PyTree, Reply
+from fedsolve.types import Flags, PyTree, Reply
 
 LARGEST = 2.0**31 * (1 - 1e-6)  # of a sum; the margin is for rounding
 
@@ -58,7 +58,7 @@ class SecureSum(Rule):
                 "could be asked for two sums that differ in one client."
             )
 
-    def clip_of(self, name: str) -> Number:
+    def clip_of(self, name: str) -> Scalar:
         if not isinstance(self.clip, dict):
             return self.clip
         if name not in self.clip:

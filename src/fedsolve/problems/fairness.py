@@ -103,7 +103,8 @@ def adult(
     else:
         columns = _groups_of(data)
         bound = from_tables(constraint, columns)
-        for entry in {each.group for each in means_in(bound)} & {"race", "race_and_sex"}:
+        groups = {each.group for each in means_in(bound) if each.group is not None}
+        for entry in groups & {"race", "race_and_sex"}:
             train[entry], test[entry] = (_codes(data, part, entry) for part in ("train", "test"))
         metrics |= {
             f"test_{claim.name}": Exact(each, claim.name)

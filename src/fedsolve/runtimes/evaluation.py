@@ -185,6 +185,7 @@ def combined(
     these. With an entry `gradient` there is also ‖∇f(w)‖².
     """
     scalars = {k: v for k, v in values.items() if k not in ("constraint", "gradient")}
+    covered: dict[str, Replies] = {}
     if through is None:
         found: Info = {k: jnp.mean(v) for k, v in scalars.items()}
     else:
@@ -198,7 +199,7 @@ def combined(
         found["squared_gradient"] = jnp.sum(slope**2)
     if problem.constraint is not None:
         heard = Replies(values["constraint"], np.ones(len(values["objective"]), bool))
-        heard = heard if through is None else covered["constraint"]
+        heard = covered.get("constraint", heard)
         found["constraint"], _ = problem.constraint.combine(heard)
         found |= problem.constraint.report(heard)
     if shares is not None:
