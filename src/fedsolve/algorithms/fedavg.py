@@ -71,8 +71,8 @@ class Averaging(CompressedTraining):
 
     Args:
         server_optimizer: The optimizer of the server (`fs.SGD`, `fs.Adam`, `fs.AdaptiveStep` or
-            one of optax), whose state stays from round to round. Its gradient is what the server would
-            subtract without one; so `fs.SGD(1.0)` changes nothing.
+            one of optax), whose state stays from round to round. Its gradient is what the server
+            would subtract without one; so `fs.SGD(1.0)` changes nothing.
     """
 
     steps_by_rule: ClassVar[bool] = True  # whether `step` moves x, so that it can be optimized

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fedsolve.compression.packets import Dense, Packet
-from fedsolve.types import Number, PyTree
+from fedsolve.fields import Scalar
+from fedsolve.types import PyTree
 
 MARGIN = 1e-6  # by how much a clipped norm stays below the bound, for rounding
 
@@ -51,7 +52,7 @@ def norm_of(reply: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum((jnp.sum(leaf**2) for leaf in leaves), jnp.zeros(())))
 
 
-def limit(reply: PyTree, bound: Number) -> PyTree:
+def limit(reply: PyTree, bound: Scalar) -> PyTree:
     """Return a reply scaled to a norm of at most `bound`; zero if it is not finite.
 
     Args:

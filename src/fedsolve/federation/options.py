@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from fedsolve.federation.clock import Clock
 from fedsolve.federation.rules import Rule
-from fedsolve.types import Cohort, Flag, Flags, Function, Number, PyTree, Round
+from fedsolve.fields import Scalar
+from fedsolve.types import Cohort, Flag, Flags, Function, PyTree, Round
 
 Arrivals = Callable[[Round, int, Cohort], Flags]  # round, exchange, clients -> which answers arrive
 Follow = tuple[tuple[str, Function], ...]  # names, and functions of (problem, params)
@@ -35,7 +36,7 @@ class RoundOptions(eqx.Module):
         """The rules that answers go through, in this order."""
         return tuple(rule for rule in (self.aggregation, self.privacy) if rule is not None)
 
-    def clip_of(self, name: str) -> Number | None:
+    def clip_of(self, name: str) -> Scalar | None:
         """Return the norm to which replies in that exchange are clipped; None for none."""
         clips = [clip for rule in self.rules if (clip := rule.clip_of(name)) is not None]
         return functools.reduce(jnp.minimum, clips) if clips else None

@@ -100,7 +100,7 @@ class Client:
         self._problem = problem
         self._samples = samples
         self._now = _Now(memory, problem.state)
-        self.clip: Number | None = None  # the largest norm of a reply, where replies are clipped
+        self.clip: Scalar | None = None  # the largest norm of a reply, where replies are clipped
 
     @property
     def memory(self) -> PyTree:
