@@ -12,7 +12,8 @@ from fedsolve.compression.clipping import limit
 from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
-from fedsolve.types import Number, PRNGKey, Vector
+from fedsolve.fields import Scalar
+from fedsolve.types import PRNGKey, Vector
 
 
 def no_residual(uplink: Compressor, w: Vector) -> Vector | None:
@@ -25,7 +26,7 @@ def with_feedback(
     residual: Vector | None,
     v: Vector,
     key: PRNGKey,
-    clip: Number | None = None,
+    clip: Scalar | None = None,
 ) -> tuple[Vector | None, Packet]:
     """Compress v with error feedback (EF14).
 

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from fedsolve.compression.clipping import limit
 from fedsolve.federation.known import InformedClient, Known
+from fedsolve.fields import Scalar
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
-from fedsolve.types import Message, Number, PRNGKey, PyTree, Reply, Vector
+from fedsolve.types import Message, PRNGKey, PyTree, Reply, Vector
 
 SUBSETS = 2**31 - 1  # a key that no exchange has
 
@@ -53,7 +54,7 @@ class Exchange:
     number: int
     method: Callable[..., tuple[PyTree, Reply]]
     message: Message
-    clip: Number | None = None  # the largest norm of a reply; None where replies are not clipped
+    clip: Scalar | None = None  # the largest norm of a reply; None where replies are not clipped
 
     @property
     def name(self) -> str:

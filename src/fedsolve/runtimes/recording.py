@@ -24,8 +24,9 @@ from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import State
+from fedsolve.fields import Scalar
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Message, Number, PyTree, Reply, Vector
+from fedsolve.types import Cohort, Flag, Flags, Message, PyTree, Reply, Vector
 
 
 class Pending(eqx.Module):
@@ -37,7 +38,7 @@ class Pending(eqx.Module):
     message: Message
     w: Vector  # as clients hold it then
     arrived: Bool[Array, " m"]  # whose answers will have arrived
-    clip: Number | None = None  # the largest norm of an answer
+    clip: Scalar | None = None  # the largest norm of an answer
 
 
 class Unanswered(Exception):
