@@ -11,18 +11,16 @@ A constraint that was evaluated over some of the clients only is never feasible.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.fields import Scalar
-from fedsolve.types import Flag, PyTree, Vector
+from fedsolve.types import Flag, PyTree, Round, Vector
 
 KEPT = ("objective", "constraint", "weighted_objective", "weighted_constraint")
 
@@ -48,9 +46,9 @@ class Best(eqx.Module):
         self,
         w: Vector,
         buffers: PyTree,
-        round: Int[Array, ""] | int,
+        round: Round,
         entry: Mapping[str, PyTree],
-        tolerance: float | Float[Array, ""] | Float[np.ndarray, ""],
+        tolerance: Scalar,
         complete: Flag = True,
         counts: Flag = True,
     ) -> Best:
@@ -91,4 +89,4 @@ def with_best(
     """Return the state after a round, with the best of it and the rounds before."""
     before, w, buffers = jax.tree.map(jnp.asarray, (state.best, state.w, state.buffers))
     best = before.improved(w, buffers, state.round, entry, tolerance, complete, counts)
-    return dataclasses.replace(state, best=best)
+    return eqx.tree_at(lambda state: state.best, state, best)
