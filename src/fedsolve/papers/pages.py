@@ -20,6 +20,8 @@ HEADINGS = {
     "objective": "f",
     "constraint": "g",
     "over": "over ε",
+    "worst": "worst g",
+    "step_size": "step",
     "deviation": "g's deviation",
     "violations": "violating rounds",
     "test_accuracy": "test accuracy",
@@ -111,6 +113,8 @@ def _heading(column: str) -> str:
 def _number(column: str, found: Sequence[float | int], seeds: int = 1) -> str:
     """Return the middle to three figures, and the spread over seeds to as many decimals."""
     name, unit = column.partition("@")[0], ""
+    if name == "step_size":
+        return f"{found[0]:g}"
     if name in SHARES:
         found, unit, decimals = [100 * value for value in found], " %", 1
     elif column in ("CR", "violations"):
