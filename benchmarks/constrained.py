@@ -23,11 +23,12 @@ import pandas as pd
 
 import fedsolve as fs
 from fedsolve.papers import tuning
+from fedsolve.problems.survival import cox_loss_in_order
 from tiny import tiny
 
 EVALUATIONS = tiny(50, 2)
 TOP = fs.TopK(0.1)
-LEVEL = 0.75  # of every region
+LEVEL = 0.71  # the loss of a region; without a constraint the least mean has one of 0.734
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,23 @@ def adult(constraint: Any) -> Callable[[int], fs.Problem]:
     return lambda seed: fs.problems.adult(constraint=constraint, seed=seed)
 
 
+def regions(seed: int) -> fs.Problem:
+    """Fed-TCGA-BRCA with scaled features: every region's loss is to be at most `LEVEL`."""
+    part = fs.datasets.load("tcga_brca").train
+    columns = {name: part[name] for name in ("x", "time", "event")}
+    columns["x"] = (part["x"] - part["x"].mean(axis=0)) / part["x"].std(axis=0)
+    return fs.Problem(
+        cox_loss_in_order,
+        [{k: v[part["region"] == code] for k, v in columns.items()} for code in range(6)],
+        params=0.1 * np.random.default_rng(seed).standard_normal(part["x"].shape[1]),
+        constraint=fs.EachClient(over_level),
+    )
+
+
+def over_level(w: Any, data: Any) -> Any:
+    return cox_loss_in_order(w, data) - LEVEL
+
+
 GROUPS = {"kind": "demographic_parity", "at_most": 0.1, "group": "race and sex"}
 CASES = {
     "neyman-pearson": Case(
@@ -62,8 +80,7 @@ CASES = {
         adult(GROUPS), 0.0, 5, 2, tiny(200, 2), tiny([0.3, 0.1], [0.1]), tiny(3, 1)
     ),
     "tcga-brca": Case(
-        lambda seed: fs.problems.tcga_brca(batch_size=None, seed=seed, level=LEVEL),
-        0.0, None, 10, tiny(200, 3), tiny([0.03, 0.01, 0.003, 0.001], [0.001]), tiny(3, 1),
+        regions, 0.0, None, 10, tiny(200, 3), tiny([0.3, 0.1, 0.03, 0.01], [0.1]), tiny(3, 1),
         convex=True, each_client=True,
     ),
 }  # fmt: skip

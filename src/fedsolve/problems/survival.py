@@ -13,9 +13,6 @@ stand before i in the data, and i.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +20,6 @@ from jaxtyping import Array, Float, PyTree
 
 from fedsolve.data.datasets import load
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_positive
-from fedsolve.problem.each_client import EachClient
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.stacking import stack_clients
 from fedsolve.types import Vector
@@ -33,11 +28,7 @@ Patients = dict[str, PyTree]  # x, time, event and mask
 
 
 def tcga_brca(
-    batch_size: int | None = 8,
-    ties: str = "order",
-    seed: int = 0,
-    region: int | None = None,
-    level: float | int | None = None,
+    batch_size: int | None = 8, ties: str = "order", seed: int = 0, region: int | None = None
 ) -> Problem:
     """Predict survival with breast cancer in six regions (Fed-TCGA-BRCA), by Cox regression.
 
@@ -55,15 +46,12 @@ def tcga_brca(
         seed: Seed of the initial parameters, uniform in ±1/√39 as in FLamby.
         region: The only region that takes part, from 0 to 5; None for all. Tests are over all
             regions.
-        level: The loss that every region may have at most: the constraint is f_j(w) ≤ level for
-            every region j (`fs.EachClient`). None for no constraint.
 
     Returns:
         The problem.
 
     Raises:
-        InvalidInput: If `ties` or `region` is not known, `level` is not positive, or the data set
-            cannot be loaded.
+        InvalidInput: If `ties` or `region` is not known, or the data set cannot be loaded.
 
     Example:
         >>> import fedsolve as fs
@@ -73,8 +61,6 @@ def tcga_brca(
     """
     if ties not in LOSSES:
         raise InvalidInput(f'ties must be "order" or "breslow", got {ties!r}.')
-    if level is not None:
-        check_positive("level", level)
     data = load("tcga_brca")
     patients = {
         part: {name: arrays[name] for name in ("x", "time", "event")}
@@ -89,7 +75,6 @@ def tcga_brca(
     start = np.random.default_rng(seed).uniform(-1, 1, size) / np.sqrt(size)
     return Problem(
         objective=LOSSES[ties],
-        constraint=None if level is None else EachClient(LossAbove(LOSSES[ties], float(level))),
         clients=stack_clients(
             [{name: rows[here] for name, rows in patients["train"].items()} for here in regions]
         ),
@@ -111,18 +96,6 @@ def cox_loss_in_order(w: Vector, data: Patients) -> Float[Array, ""]:
 
 
 LOSSES = {"order": cox_loss_in_order, "breslow": cox_loss}
-
-
-@dataclasses.dataclass(frozen=True)
-class LossAbove:
-    """A loss less a level. Instances that are equal share a compiled program."""
-
-    loss: Callable[[Vector, Patients], Float[Array, ""]]
-    level: float
-
-    def __call__(self, w: Vector, data: Patients) -> Float[Array, ""]:
-        """Compute the loss less the level."""
-        return self.loss(w, data) - self.level
 
 
 def _partial_likelihood(w: Vector, data: Patients, together: bool) -> Float[Array, ""]:
