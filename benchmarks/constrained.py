@@ -55,9 +55,10 @@ def regions(seed: int) -> fs.Problem:
     part = fs.datasets.load("tcga_brca").train
     columns = {name: part[name] for name in ("x", "time", "event")}
     columns["x"] = (part["x"] - part["x"].mean(axis=0)) / part["x"].std(axis=0)
+    each = [{k: v[part["region"] == code] for k, v in columns.items()} for code in range(6)]
     return fs.Problem(
         cox_loss_in_order,
-        [{k: v[part["region"] == code] for k, v in columns.items()} for code in range(6)],
+        fs.stack_clients(each),
         params=0.1 * np.random.default_rng(seed).standard_normal(part["x"].shape[1]),
         constraint=fs.EachClient(over_level),
     )
