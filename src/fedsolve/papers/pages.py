@@ -42,9 +42,9 @@ what they cost.
 
 Numbers are means over seeds, ± the standard deviation over seeds, of the last fifth of a run's
 evaluations unless a round is named; *over ε* is the share of those evaluations with g above the
-tolerance, *worst g* the greatest g among them. In pictures, lines are means and bands go from the least to the greatest seed (CartPole:
-0.2 standard deviations, as in its paper). Times of 2026-11-16 on 2 cores were taken while other
-work kept them busy: a quiet machine needs a third of them or less.
+tolerance, *worst g* the greatest g among them. In pictures, lines are means and bands go from the
+least to the greatest seed (CartPole: 0.2 standard deviations, as in its paper). Times of 2026-11-16
+on 2 cores were taken while other work kept them busy: a quiet machine needs a third or less.
 
 Where a table has a column *step*, each row's step size was chosen by one rule, which
 `fedsolve reproduce` applies before it runs the row: of the steps of a grid with mean g ≤ ε the one
