@@ -72,7 +72,7 @@ GROUPS = {"kind": "demographic_parity", "at_most": 0.1, "group": "race and sex"}
 CASES = {
     "neyman-pearson": Case(
         lambda seed: fs.problems.neyman_pearson(seed=seed),
-        0.05, 10, 5, tiny(500, 3), tiny([1, 0.3, 0.1, 0.03], [0.1]), tiny(3, 1), convex=True,
+        0.05, 10, 5, tiny(500, 3), tiny([3, 1, 0.3, 0.1, 0.03], [0.1]), tiny(3, 1), convex=True,
     ),
     "adult-sex": Case(
         adult("demographic_parity"), 0.05, 5, 2, tiny(200, 2), tiny([0.3, 0.1], [0.1]), tiny(3, 1)
