@@ -54,7 +54,7 @@ class Entry:
     set: Mapping[str, object] = dataclasses.field(default_factory=dict)
     variants: Sequence[str] = ()
     quick: Table = dataclasses.field(default_factory=dict)
-    steps: Sequence[float] = ()
+    steps: Sequence[float | int] = ()
     steps_seeds: int | None = None
     fixed: Sequence[str] = ()
     minutes: float | int = 0.0

@@ -30,12 +30,12 @@ SHARED = ("rounds", "evaluate_every", "precision", "clients_at_once")  # options
 class Tried:
     """A step size, and the means of f and g over seeds; not a number where a run diverged."""
 
-    step: float
-    objective: float
-    constraint: float
+    step: float | int
+    objective: float | int
+    constraint: float | int
 
 
-def choose(tried: Iterable[Tried], tolerance: float) -> Tried:
+def choose(tried: Iterable[Tried], tolerance: float | int) -> Tried:
     """Return the step size that the rule chooses, with its means.
 
     Raises:
@@ -52,7 +52,7 @@ def choose(tried: Iterable[Tried], tolerance: float) -> Tried:
     return min(finite, key=rank)
 
 
-def means(step: float, runs: Sequence[Run]) -> Tried:
+def means(step: float | int, runs: Sequence[Run]) -> Tried:
     """Return the means of f and g over the last fifth of the evaluations of all seeds.
 
     A problem without a constraint has g = 0.
@@ -67,7 +67,7 @@ def means(step: float, runs: Sequence[Run]) -> Tried:
 
 
 def try_steps(
-    experiment: Experiment, variant: str, steps: Sequence[float], seeds: Sequence[int]
+    experiment: Experiment, variant: str, steps: Sequence[float | int], seeds: Sequence[int]
 ) -> list[Tried]:
     """Run a variant with every step size and seed: each seed's steps are one compiled program."""
     options = {key: value for key, value in experiment.options.items() if key in SHARED}
@@ -82,7 +82,7 @@ def try_steps(
 
 def tune(
     experiment: Experiment,
-    steps: Sequence[float],
+    steps: Sequence[float | int],
     seeds: int | None,
     path: Path,
     progress: Callable[[int], bool] | None = None,
