@@ -25,7 +25,6 @@ from fedsolve.flare.job_files import write_job
 from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.local_federation import local_federation, run_on
 from fedsolve.flare.provisioning import ADMIN, make_kits
-from tests.support.commands import fedsolve  # noqa: F401 (a fixture)
 from tests.support.conformance import ALGORITHMS, KINDS
 from tests.support.deployment import (
     ALGORITHM,
@@ -59,7 +58,7 @@ def federation():
         pytest.param(True, id="until Ctrl-C", marks=pytest.mark.slow),
     ],
 )
-def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, fedsolve, stopped):  # noqa: F811
+def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, fedsolve, stopped):
     place, scratch = tmp_path / "work", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()
@@ -89,7 +88,7 @@ def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, fedsolve
         assert_three_sites_audit(fedsolve, place / "x")
 
 
-def assert_three_sites_audit(fedsolve, run):  # noqa: F811
+def assert_three_sites_audit(fedsolve, run):
     """Each site counts on its own held-out data; the verdicts are on all of them."""
     held_out = {k: np.asarray(v) for k, v in fs.problems.neyman_pearson().test.items()}
     w = load_file(run / "params.safetensors")["seed-0/params"]

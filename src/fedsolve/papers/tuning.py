@@ -45,7 +45,7 @@ def choose(tried: Iterable[Tried], tolerance: float | int) -> Tried:
     if not finite:
         raise InvalidInput("Runs diverge with every step size that was tried.")
 
-    def rank(each: Tried) -> tuple[bool, float]:
+    def rank(each: Tried) -> tuple[bool, float | int]:
         over = each.constraint > tolerance
         return over, each.constraint if over else each.objective
 
