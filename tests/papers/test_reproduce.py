@@ -15,6 +15,7 @@ from fedsolve.experiments import registry as kinds
 from fedsolve.experiments import run_folder as folder
 from fedsolve.papers import catalogue, reproduce
 from fedsolve.papers import pages as results
+from fedsolve.papers.catalogue import Entry
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAPERS = {  # every figure and table that the papers have
@@ -139,6 +140,8 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):
         (["fedsgm/figure-1", "--seeds", "0"], "--seeds must be"),
         (["fedsgm/figure-1", "-o", "full"], "full exists and is not empty"),
         (["fedsgm/figure-1", "--page", "page.md"], "name no figure beside it"),
+        (["fedsgm/figure-1", "--only", "soft"], "--only is for studies such as ppbc/decisive"),
+        (["ppbc/decisive", "--only", "FedProx"], "No row is named by 'FedProx'"),
         (["--page", "nowhere/page.md"], "Cannot write nowhere/page.md"),
     ],
 )
@@ -212,6 +215,15 @@ def test_measures_by_messages():
     history["epoch_end"] = np.array([0.0, 0, 1, 0, 0, 1])
     assert reproduce.measured("reward@24 messages", run) == 2
     assert np.isnan(reproduce.measured("reward@18 messages", run))
+
+
+def test_a_small_version_may_be_measured_otherwise():
+    own = {"columns": ["test_accuracy@960 messages"], "against": "vectors_up_total"}
+    usual = Entry("ppbc/table-1", "", quick=own | {"minutes": 1, "set": {}}, columns=["objective"])
+    assert usual.shown("full") is usual
+    small = usual.shown("quick")
+    assert (small.columns, small.against) == (own["columns"], own["against"])
+    assert small.quick == usual.quick
 
 
 def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):

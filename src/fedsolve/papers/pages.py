@@ -59,6 +59,7 @@ def plain(text: str) -> str:
 
 def part(entry: Entry, summary: Table, pictures: str = "") -> str:
     """Return pictures, numbers, what the paper says, and how the results were made."""
+    entry = entry.shown(summary["size"])
     parts = _about(entry)
     for name in summary["pictures"]:
         parts.append(f"![{entry.shows}]({pictures}{name})")
