@@ -25,7 +25,7 @@ PAPERS = {  # every figure and table that the papers have
     "incentfedavg": (2, 0),
     "fedadmm": (5, 1),
 }
-OTHERS = {"ppbc/decisive", "flamby/tcga-brca"}
+OTHERS = {"ppbc/decisive", "ppbc/decisive-cnn", "flamby/tcga-brca"}
 
 
 def test_every_figure_and_table_is_there():
