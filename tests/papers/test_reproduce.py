@@ -226,6 +226,22 @@ def test_a_small_version_may_be_measured_otherwise():
     assert small.quick == usual.quick
 
 
+def test_a_page_shows_what_was_measured():
+    """A small version from before its columns changed is shown with those that it has."""
+    own = {"columns": ["objective@960 messages"], "minutes": 1, "set": {}}
+    entry = Entry("ppbc/table-1", "", quick=own, columns=["objective@end"])
+    made = {"size": "quick", "changes": {}, "command": "x", "date": "", "version": "0"}
+    made |= {"machine": "", "pictures": ["a.png"]}
+    for column, heading in (
+        ("objective@end", "f, end"),
+        (own["columns"][0], "f, after 960 messages"),
+    ):
+        numbers = {"a": [{"variant": "one", "seeds": 1, column: [0.5, 0.0]}]}
+        text = results.part(entry, made | {"numbers": numbers})
+        assert f"| {heading} |" in text
+        assert "| one | 0.50 |" in text
+
+
 def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):
     for size in ("full", "quick"):
         made = tmp_path / "found" / "x" / size

@@ -20,11 +20,7 @@ from fedsolve.fields import check_count
 from fedsolve.types import Table
 
 STATES = ("whole", "in part", "other data", "settings")
-STUDIES = (
-    "decisive",
-    "decisive-cnn",
-    "tcga-brca",
-)  # entries that are neither a figure nor a table of a paper
+STUDIES = ("decisive", "decisive-cnn", "tcga-brca")  # neither figures nor tables of a paper
 
 
 @dataclasses.dataclass(frozen=True)
