@@ -232,14 +232,12 @@ def test_a_page_shows_what_was_measured():
     entry = Entry("ppbc/table-1", "", quick=own, columns=["objective@end"])
     made = {"size": "quick", "changes": {}, "command": "x", "date": "", "version": "0"}
     made |= {"machine": "", "pictures": ["a.png"]}
-    for column, heading in (
-        ("objective@end", "f, end"),
-        (own["columns"][0], "f, after 960 messages"),
-    ):
+    headings = {"objective@end": "f, end", own["columns"][0]: "f, after 960 messages"}
+    for column, heading in headings.items():
         numbers = {"a": [{"variant": "one", "seeds": 1, column: [0.5, 0.0]}]}
         text = results.part(entry, made | {"numbers": numbers})
         assert f"| {heading} |" in text
-        assert "| one | 0.50 |" in text
+        assert "| one | 0.500 |" in text
 
 
 def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):
