@@ -76,6 +76,22 @@ def check_positive(name: str, value: object, zero: bool = False) -> None:
         raise InvalidInput(f"{name} must be {'at least 0' if zero else 'positive'}, got {value}.")
 
 
+def check_probability(name: str, value: object) -> None:
+    """Raise if a number is not above 0 and at most 1. Traced numbers are not checked."""
+    if not isinstance(value, Tracer):
+        number = np.asarray(value)
+        if not np.all((number > 0) & (number <= 1)):
+            raise InvalidInput(f"{name} must be above 0 and at most 1, got {value}.")
+
+
+def check_momentum(name: str, value: object) -> None:
+    """Raise if a number is negative, 1 or more. Traced numbers are not checked."""
+    if not isinstance(value, Tracer):
+        number = np.asarray(value)
+        if not np.all((number >= 0) & (number < 1)):
+            raise InvalidInput(f"{name} must be at least 0 and below 1, got {value}.")
+
+
 def check_count(name: str, value: object, most: int | None = None) -> None:
     """Raise if a count is not a whole number from 1 to `most`, the number of clients."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

@@ -15,6 +15,7 @@ from fedsolve.experiments import registry as kinds
 from fedsolve.experiments import run_folder as folder
 from fedsolve.papers import catalogue, reproduce
 from fedsolve.papers import pages as results
+from fedsolve.papers.catalogue import Entry
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAPERS = {  # every figure and table that the papers have
@@ -24,7 +25,7 @@ PAPERS = {  # every figure and table that the papers have
     "incentfedavg": (2, 0),
     "fedadmm": (5, 1),
 }
-OTHERS = {"ppbc/decisive", "flamby/tcga-brca"}
+OTHERS = {"ppbc/decisive", "ppbc/decisive-cnn", "flamby/tcga-brca"}
 
 
 def test_every_figure_and_table_is_there():
@@ -139,6 +140,8 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):
         (["fedsgm/figure-1", "--seeds", "0"], "--seeds must be"),
         (["fedsgm/figure-1", "-o", "full"], "full exists and is not empty"),
         (["fedsgm/figure-1", "--page", "page.md"], "name no figure beside it"),
+        (["fedsgm/figure-1", "--only", "soft"], "--only is for studies such as ppbc/decisive"),
+        (["ppbc/decisive", "--only", "FedProx"], "No row is named by 'FedProx'"),
         (["--page", "nowhere/page.md"], "Cannot write nowhere/page.md"),
     ],
 )
@@ -214,6 +217,29 @@ def test_measures_by_messages():
     history["epoch_end"] = np.array([0.0, 0, 1, 0, 0, 1])
     assert reproduce.measured("reward@24 messages", run) == 2
     assert np.isnan(reproduce.measured("reward@18 messages", run))
+
+
+def test_a_small_version_may_be_measured_otherwise():
+    own = {"columns": ["test_accuracy@960 messages"], "against": "vectors_up_total"}
+    usual = Entry("ppbc/table-1", "", quick=own | {"minutes": 1, "set": {}}, columns=["objective"])
+    assert usual.shown("full") is usual
+    small = usual.shown("quick")
+    assert (small.columns, small.against) == (own["columns"], own["against"])
+    assert small.quick == usual.quick
+
+
+def test_a_page_shows_what_was_measured():
+    """A small version from before its columns changed is shown with those that it has."""
+    own = {"columns": ["objective@960 messages"], "minutes": 1, "set": {}}
+    entry = Entry("ppbc/table-1", "", quick=own, columns=["objective@end"])
+    made = {"size": "quick", "changes": {}, "command": "x", "date": "", "version": "0"}
+    made |= {"machine": "", "pictures": ["a.png"]}
+    headings = {"objective@end": "f, end", own["columns"][0]: "f, after 960 messages"}
+    for column, heading in headings.items():
+        numbers = {"a": [{"variant": "one", "seeds": 1, column: [0.5, 0.0]}]}
+        text = results.part(entry, made | {"numbers": numbers})
+        assert f"| {heading} |" in text
+        assert "| one | 0.500 |" in text
 
 
 def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):

@@ -375,7 +375,12 @@ BAD = {
         "candidates is 7, but there are only 6",
     ),
     "trust without a step": (lambda: parts.BANT(step_size=0.0), "step_size must be"),
-    "less than no momentum": (lambda: parts.BANT(momentum=-0.1), "momentum must be"),
+    "less than no momentum": (lambda: parts.BANT(momentum=-0.1), "momentum must be at least 0"),
+    "trust for ever": (lambda: parts.BANT(momentum=1.0), "below 1, got 1.0"),
+    "no rates": (
+        lambda: fs.F3AST(0.1, participants=2, smoothing=0.0),
+        "smoothing must be above 0 and at most 1, got 0.0",
+    ),
     "trust without data": (
         lambda: parts.BANT().check(ragged()[0]),
         "BANT needs data that the server holds",

@@ -225,3 +225,103 @@ def test_sweeps_compare_at_equal_budgets(problem):
 def test_a_budget_that_is_none_raises(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()
+
+
+# Evaluations by messages or bytes
+
+
+UNITS = {"messages": "vectors_up", "bytes_up": "bytes_up", "bytes_down": "bytes_down"}
+
+
+def reached(history, unit, each):
+    """The rounds in which the total of a history of every round reaches a multiple."""
+    counts = history[f"{UNITS[unit]}_total"] // each
+    return np.flatnonzero(counts > np.append(0, counts[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("unit", "each", "runtime"),
+    [
+        ("messages", 20, "compiled"),
+        ("bytes_up", 150, "compiled"),
+        ("bytes_down", 400, "streamed"),
+        ("messages", 7, "debug"),
+    ],
+)
+def test_evaluations_are_where_a_multiple_is_reached(problem, unit, each, runtime):
+    """PPBC's rounds cost 3 messages, or 9 where an epoch ends: also two multiples in a round."""
+    options = {"select_epoch": fs.participation.Top(3), "epoch_end": 0.5}
+    algorithm = fs.PPBC(0.02, weighting="GradientNorm", **options)
+    count = 6 if runtime == "debug" else 30
+    whole = fs.solve(problem, algorithm, count, runtime=runtime).history
+    found = fs.solve(
+        problem, algorithm, count, runtime=runtime, evaluate_at=unit, evaluate_every=each
+    ).history
+    rounds = reached(whole, unit, each)
+    assert 2 < len(rounds) < count - 1
+    kept = np.union1d(rounds, [count - 1])
+    assert set(found) == set(whole)
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, whole[name][kept], err_msg=name)
+
+
+def test_multiples_beyond_16_bits():
+    wide = fs.Problem(
+        lambda w, data: 0.5 * ((w - data["c"][0]) ** 2).sum(),
+        {"c": np.ones((4, 1, 501))},
+        np.zeros(501),
+    )
+    whole = fs.solve(wide, fs.FedAvg(0.1), rounds=60).history
+    for each in (2**16 - 1, 2**16, 2**16 + 12345, 3 * 2**16 + 7):
+        found = fs.solve(
+            wide, fs.FedAvg(0.1), rounds=60, evaluate_at="bytes_up", evaluate_every=each
+        )
+        kept = np.union1d(reached(whole, "bytes_up", each), [59])
+        np.testing.assert_array_equal(found.history["round"], kept + 1)
+
+
+def test_a_run_stopped_by_its_budget_is_evaluated_there(problem):
+    budget, options = fs.Spent(messages=60), {"evaluate_at": "messages", "evaluate_every": 15}
+    run = fs.solve(problem, ALGORITHM, rounds=900, stop=budget, **options)
+    assert run.history["vectors_up_total"].tolist() == [15, 30, 45, 60]
+    assert run.rounds == 20
+    assert int(run.state.best.round) in run.history["round"]
+
+
+def test_a_resumed_run_is_evaluated_at_the_same_messages(problem, tmp_path):
+    """The last entry of the shorter run, which no multiple asked for, is not in the longer one."""
+    options = {"evaluate_at": "messages", "evaluate_every": 10, "checkpoint": tmp_path / "run"}
+    whole = fs.solve(problem, ALGORITHM, 30, evaluate_at="messages", evaluate_every=10)
+    first = fs.solve(problem, ALGORITHM, 11, **options)
+    assert first.history["vectors_up_total"].tolist() == [12, 21, 30, 33]
+    run = fs.solve(problem, ALGORITHM, 30, resume=tmp_path / "run", **options)
+    for name, values in run.history.items():
+        np.testing.assert_array_equal(values, whole.history[name], err_msg=name)
+    with pytest.raises(fs.InvalidInput, match="evaluate_every differ"):
+        fs.solve(problem, ALGORITHM, 40, evaluate_every=10, resume=tmp_path / "run")
+
+
+def test_a_run_that_diverges_between_two_evaluations_has_its_last_good_round():
+    problem = fs.Problem(
+        lambda w, data: jax.numpy.sum(data["a"] * w**4), {"a": np.ones((3, 1))}, np.ones(1)
+    )
+    with pytest.raises(fs.Diverged) as caught:
+        fs.solve(problem, fs.FedAvg(9.0), 50, evaluate_at="messages", evaluate_every=1000)
+    assert len(caught.value.run.history["objective"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"evaluate_at": "days"}, "one of rounds, messages, bytes_up, bytes_down, got 'days'"),
+        ({"evaluate_at": "messages", "evaluate_every": 0}, "evaluate_every must be a whole number"),
+        ({"evaluate_at": "bytes_up", "evaluate_every": 2**31}, r"below 2\^31 bytes_up"),
+        (
+            {"evaluate_at": "messages", "privacy": fs.Private(clip=1.0, noise=1.0)},
+            "plans its evaluations by rounds",
+        ),
+    ],
+)
+def test_milestones_that_are_none_raise(problem, options, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        fs.solve(problem, ALGORITHM, 3, **options)

@@ -224,6 +224,10 @@ def reproduce(
         Path | None,
         typer.Option(metavar="FILE", help="Write the page of all that was reproduced below DIR."),
     ] = None,
+    only: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="Rows of ppbc/decisive whose name has these."),
+    ] = "",
 ) -> None:
     """Run a figure or table of the papers, and show it beside what the paper says.
 
@@ -233,7 +237,7 @@ def reproduce(
     from fedsolve.papers.pages import whole_page
 
     if page is not None:
-        if name is not None or quick or seeds is not None:
+        if name is not None or quick or seeds is not None or only:
             raise InvalidInput(
                 "--page FILE is for all figures below DIR: name no figure beside it."
             )
@@ -245,17 +249,17 @@ def reproduce(
         out.print("  fedsolve reproduce fedsgm/figure-1 --quick", markup=False)
     else:
         with _signals() as stopped:
-            _reproduce(name, quick, seeds, out_dir, stopped)
+            _reproduce(name, quick, seeds, out_dir, only, stopped)
 
 
 def _reproduce(
-    name: str, quick: bool, seeds: int | None, out_dir: Path | None, stopped: Flag
+    name: str, quick: bool, seeds: int | None, out_dir: Path | None, only: str, stopped: Flag
 ) -> None:
     from fedsolve.papers import reproduce as of
 
     if seeds is not None:
         check_count("--seeds", seeds)
-    reproduction = of.start(name, quick, seeds, out_dir)
+    reproduction = of.start(name, quick, seeds, out_dir, only)
     out.print(reproduction.announcement, markup=False, soft_wrap=True)
     again = reproduction.command + (f" -o {shlex.quote(str(out_dir))}" if out_dir else "")
     with RunProgress() as progress:

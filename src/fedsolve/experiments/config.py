@@ -35,6 +35,7 @@ Settings = Mapping[str, object] | Iterable[str] | None  # by dotted key, or `key
 SEED_KEYS = ("seed", "seeds", "instances")
 HOW_KEYS = (
     "evaluate_every",
+    "evaluate_at",
     "precision",
     "clients_at_once",
     "stop",

@@ -65,6 +65,8 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
+    if experiment.options.get("evaluate_at", "rounds") != "rounds":
+        raise InvalidInput("A deployment evaluates by rounds; leave out run.evaluate_at.")
     aggregation = experiment.options.get("aggregation")
     if "privacy" in experiment.options or not isinstance(aggregation, Robust | None):
         key = "privacy" if "privacy" in experiment.options else "aggregation=SecureSum"

@@ -20,7 +20,7 @@ from fedsolve.fields import check_count
 from fedsolve.types import Table
 
 STATES = ("whole", "in part", "other data", "settings")
-STUDIES = ("decisive", "tcga-brca")  # entries that are neither a figure nor a table of a paper
+STUDIES = ("decisive", "decisive-cnn", "tcga-brca")  # neither figures nor tables of a paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,14 @@ class Entry:
     - `state`: `whole`; `in part`; `other data` than the paper's; `settings`, a table of settings
       with nothing to run. `note` says what is missing, or where the settings are.
     - `set` changes keys of the experiments, `variants` selects some of them; `quick` has both for
-      the small version, and its minutes.
+      the small version, its minutes, and its own `columns` and `against`, if any.
     - `steps` to try for every variant but those of the experiments that are `fixed`; `tuning` has
       the rule that chooses one. `steps_seeds`: with how many of the seeds, by default with all. The
       small version takes the experiments' own steps.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` if it needs a GPU.
     - `picture`: `curves`, `trade-off`, or `rounds` (until a rule stopped the run).
     - `band`: the half-width of bands in standard deviations; None: from the least to the greatest.
+    - `against`: the entry on the horizontal axis of curves.
     - `columns` are measures (see `reproduce.measured`), `paper` its own numbers by variant and
       measure.
     - `heading` of its section, where that is not `Figure 2`, say.
@@ -63,6 +64,7 @@ class Entry:
     panels: Sequence[str] = plots.USUAL
     lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
     band: float | None = None
+    against: str = "round"
     columns: Sequence[str] = ()
     paper: Mapping[str, Mapping[str, float | int]] = dataclasses.field(default_factory=dict)
     claims: Sequence[Sequence[str]] = ()
@@ -73,6 +75,11 @@ class Entry:
     def runs(self) -> bool:
         """Whether there is something to run."""
         return bool(self.experiments or self.study)
+
+    def shown(self, size: str) -> Entry:
+        """Return the entry with the columns and the axis of a size, `quick` or `full`."""
+        own = {k: v for k, v in self.quick.items() if k in ("columns", "against")}
+        return dataclasses.replace(self, **own) if size == "quick" else self
 
     @property
     def paper_of(self) -> str:

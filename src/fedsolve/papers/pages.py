@@ -67,6 +67,7 @@ def plain(text: str) -> str:
 
 def part(entry: Entry, summary: Table, pictures: str = "") -> str:
     """Return pictures, numbers, what the paper says, and how the results were made."""
+    entry = _as_measured(entry, summary)
     parts = _about(entry)
     for name in summary["pictures"]:
         parts.append(f"![{entry.shows}]({pictures}{name})")
@@ -75,6 +76,13 @@ def part(entry: Entry, summary: Table, pictures: str = "") -> str:
         rows = [f"| {says} | {found} |" for says, found in entry.claims]
         parts.append("\n".join(["| the paper | what was found |", "|---|---|", *rows]))
     return "\n\n".join([*parts, _made(entry, summary)])
+
+
+def _as_measured(entry: Entry, summary: Table) -> Entry:
+    """Return the entry with the columns of the summary's size, if they were measured by then."""
+    now = entry.shown(summary["size"])
+    rows = [row for rows in summary["numbers"].values() for row in rows]
+    return now if any(column in row for row in rows for column in now.columns) else entry
 
 
 def title(entry: Entry) -> str:

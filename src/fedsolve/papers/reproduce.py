@@ -152,15 +152,24 @@ class Reproduction:
 
 
 def start(
-    name: str, quick: bool = False, seeds: int | None = None, out: Path | None = None
+    name: str,
+    quick: bool = False,
+    seeds: int | None = None,
+    out: Path | None = None,
+    only: str = "",
 ) -> Reproduction | Decisive:
     """Start to reproduce a figure or table in a folder, or resume it there."""
     entry = find(name)
+    if only and not entry.study:
+        raise InvalidInput(f"--only is for studies such as ppbc/decisive; {name} is none.")
     experiments = {} if entry.study else plan(entry, quick, seeds)
     folder = out or FOLDER / (f"{name}-quick" if quick else name)
+    study = Decisive(name, quick, seeds, folder, {}, only)
+    if entry.study:
+        study.check()
     by = begin(folder, {"name": name, "quick": quick, "seeds": seeds})
     if entry.study:
-        return Decisive(name, quick, seeds, folder, by)
+        return dataclasses.replace(study, by=by)
     return Reproduction(entry, quick, seeds, folder, experiments, by)
 
 
@@ -270,7 +279,7 @@ def finish(
     """
     from matplotlib.style import context
 
-    numbers, pictures = {}, []
+    entry, numbers, pictures = entry.shown(str(made.get("size"))), {}, []
     for name, groups in results.items():
         numbers[name] = [
             {"variant": variant, "seeds": len(runs)}
@@ -306,7 +315,9 @@ def _draw(entry: Entry, groups: Groups) -> Figure:
         return plots.tradeoff(groups)
     if entry.picture == "rounds":
         return plots.effort(groups)
-    return plots.plot(groups, panels=entry.panels, lines=entry.lines, band=entry.band)
+    return plots.plot(
+        groups, panels=entry.panels, lines=entry.lines, band=entry.band, against=entry.against
+    )
 
 
 def begin(place: Path, wanted: Table) -> dict[str, str]:

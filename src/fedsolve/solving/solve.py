@@ -15,10 +15,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput, ProcessLost
 from fedsolve.federation.clock import Clock
+from fedsolve.federation.milestones import COLUMNS
 from fedsolve.federation.options import Arrivals, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
@@ -69,6 +71,7 @@ def solve(
     store: object = None,
     privacy: Private | None = None,
     aggregation: Rule | None = None,
+    evaluate_at: str = "rounds",
 ) -> Run:
     """Run an algorithm on a problem for a number of rounds, or until a rule ends the run.
 
@@ -78,7 +81,7 @@ def solve(
         rounds: The number of rounds, counted from the beginning where a run is resumed.
         seed: The seed of all random numbers of the run.
         evaluate_every: Compute the objective, the constraint and the metrics over all clients after
-            this many rounds, and after the last.
+            this many rounds (or what `evaluate_at` says), and after the last.
         runtime: `"compiled"`; `"debug"`, clients one by one and nothing compiled; or `"streamed"`,
             clients' data (memory-mapped arrays, say) and states stay outside, and only a cohort is
             on the device at a time.
@@ -110,6 +113,9 @@ def solve(
         privacy: Differential privacy of clients, such as `fs.Private(clip=1.0, noise=2.0)`; the
             history then has ε so far as `epsilon`, and the run ends when its budget is spent.
         aggregation: How the server adds up answers; None for plain sums.
+        evaluate_at: What `evaluate_every` counts: `"rounds"`, or `"messages"`, `"bytes_up"` or
+            `"bytes_down"` as `fs.Spent` counts them. Then evaluations are after the rounds in which
+            a multiple of it is reached, and after the last round.
 
     Returns:
         Parameters, history and state.
@@ -147,6 +153,7 @@ def solve(
         store,
         privacy,
         aggregation,
+        evaluate_at,
     )
     options.check(problem, algorithm)
     saved, plan = options.load(), options.plan(problem, algorithm)
@@ -171,7 +178,7 @@ def solve(
         loop = Loop(
             runtime=made,
             rounds=rounds,
-            evaluate_every=evaluate_every,
+            evaluate_every=evaluate_every if options.milestones is None else 1,
             began=began,
             result=result,
             interrupted=interrupted or stack.enter_context(_ctrl_c()),
@@ -263,12 +270,19 @@ def _beginning(
     if not history:
         return runtime.place(state), []
     # A last evaluation between the others would not be there with more rounds.
-    rounds = history["round"]
-    kept = (rounds % options.evaluate_every == 0) | (rounds == options.rounds)
+    kept = _in_longer_runs(history, options) | (history["round"] == options.rounds)
     history = History({name: values[kept] for name, values in history.items()})
     if options.progress is not None:
         options.progress(saved.round, options.rounds, history)
     return runtime.place(state), [history]
+
+
+def _in_longer_runs(history: History, options: Options) -> Bool[np.ndarray, " entries"]:
+    """Return which entries a run of more rounds has, too."""
+    if options.milestones is None:
+        return history["round"] % options.evaluate_every == 0
+    passed = history[f"{COLUMNS[options.evaluate_at]}_total"] // options.evaluate_every
+    return passed > np.append(0, passed[:-1])
 
 
 def _resumed(saved: State, start: State, rounds: int) -> State:
