@@ -30,7 +30,9 @@ class Entry:
     - `state`: `whole`; `in part`; `other data` than the paper's; `settings`, a table of settings
       with nothing to run. `note` says what is missing, or where the settings are.
     - `set` changes keys of the experiments, `variants` selects some of them; `quick` has both for
-      the small version, and its minutes.
+      the small version, and its minutes; it may name fewer `experiments`.
+    - `joined`: experiments whose runs are shown with those of another one.
+    - `optional`: experiments that are left out where their data are not to be had.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` if it needs a GPU.
     - `picture`: `curves`, `trade-off`, or `rounds` (until a rule stopped the run).
     - `band`: the half-width of bands in standard deviations; None: from the least to the greatest.
@@ -48,6 +50,8 @@ class Entry:
     state: str = "whole"
     note: str = ""
     experiments: Sequence[str] = ()
+    joined: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional: Sequence[str] = ()
     set: Mapping[str, object] = dataclasses.field(default_factory=dict)
     variants: Sequence[str] = ()
     quick: Table = dataclasses.field(default_factory=dict)
@@ -113,7 +117,7 @@ def tables(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[
     changes = dict(entry.set) | (entry.quick["set"] if quick else {})
     chosen = (quick and entry.quick.get("variants")) or entry.variants
     found = {}
-    for name in entry.experiments:
+    for name in (quick and entry.quick.get("experiments")) or entry.experiments:
         table = config.read(name)
         for key, value in changes.items():
             table = config.with_key(table, key, value)
@@ -157,5 +161,7 @@ def changes(entry: Entry, quick: bool) -> Table:
     """Return the settings that the small version changes."""
     if not quick:
         return {}
-    chosen = {"variants": len(entry.quick["variants"])} if "variants" in entry.quick else {}
+    chosen = {
+        key: len(entry.quick[key]) for key in ("experiments", "variants") if key in entry.quick
+    }
     return dict(entry.quick["set"]) | chosen
