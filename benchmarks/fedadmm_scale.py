@@ -5,6 +5,7 @@
     python benchmarks/fedadmm_scale.py dense 1000 4000    # some of them
     python benchmarks/fedadmm_scale.py devices 2 1000     # clients shared out over two devices
     python benchmarks/fedadmm_scale.py blocks             # how many clients at once
+    python benchmarks/fedadmm_scale.py dense 1000 --beside ../before/src  # another version, too
 
 Example 5.1 (or 5.2 on generated sparse rows) with k_0 = 10, ρ = 0.5, float32. The peer is Algorithm
 1 client by client in NumPy (SciPy for sparse rows), on unpadded data, with the gradient at w
@@ -19,6 +20,7 @@ the padded data, once each. Each m runs in a process of its own, since peak memo
 the process.
 """
 
+import itertools
 import os
 import resource
 import subprocess
@@ -188,18 +190,19 @@ def blocks(m):
     Console().print(table)
 
 
-def main(kind, sizes):
+def main(kind, sizes, beside):
     table = Table(box=box.SIMPLE_HEAD)
     for column in (
-        "m", "data", "run's memory", "first round", "one more", "CPU", "plain", "CPU", "ratio",
-        "CPU", "shortcut", "CPU", "ratio", "CPU", "GFLOP/s", "of product", "GB/s", "of copy",
-        "until the code's rule",
+        "m", "version", "data", "run's memory", "first round", "one more", "CPU", "plain", "CPU",
+        "ratio", "CPU", "shortcut", "CPU", "ratio", "CPU", "GFLOP/s", "of product", "GB/s",
+        "of copy", "until the code's rule",
     ):  # fmt: skip
         table.add_column(column, justify="right")
-    for m in sizes:
-        done = subprocess.run(
-            [sys.executable, __file__, "one", kind, str(m)], stdout=subprocess.PIPE, text=True
-        )
+    versions = {"this": None, "other": beside} if beside else {"this": None}
+    for m, (version, path) in itertools.product(sizes, versions.items()):
+        env = os.environ | ({"PYTHONPATH": path} if path else {})
+        words = [sys.executable, __file__, "one", kind, str(m)]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=env)
         if done.returncode:
             continue
         print(done.stdout, flush=True)
@@ -208,7 +211,7 @@ def main(kind, sizes):
             product, copy, rounds, whole,
         ) = map(float, done.stdout.split())  # fmt: skip
         table.add_row(
-            f"{m}", f"{data:.2f} GB", f"{peak:.2f} GB", f"{short:.2f} s", f"{each:.3f} s",
+            f"{m}", version, f"{data:.2f} GB", f"{peak:.2f} GB", f"{short:.2f} s", f"{each:.3f} s",
             f"{busy:.3f} s", f"{plain:.3f} s", f"{plain_busy:.3f} s", f"{plain / each:.1f}",
             f"{plain_busy / busy:.1f}", f"{cut:.3f} s", f"{cut_busy:.3f} s", f"{cut / each:.1f}",
             f"{cut_busy / busy:.1f}", f"{flops / each:.1f}",
@@ -228,4 +231,6 @@ if __name__ == "__main__":
         if words[:1] == ["devices"]:
             os.environ["DEVICES"], words = words[1], words[2:]
         kind = words.pop(0) if words[:1] in (["dense"], ["sparse"]) else "dense"
-        main(kind, list(map(int, words)) or SIZES)
+        beside = words.pop(words.index("--beside") + 1) if "--beside" in words else ""
+        words = [word for word in words if word.isdigit()]
+        main(kind, list(map(int, words)) or SIZES, beside)

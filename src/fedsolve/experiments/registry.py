@@ -80,6 +80,8 @@ PARTS: dict[str, Callable[..., object]] = {
     **_subclasses(local_updates, local_updates.Optimizer),
     **_by_name(
         algorithms.Adaptive,
+        algorithms.L1,
+        algorithms.ResidualBalancing,
         local_updates.Cosine,
         local_updates.Diminishing,
         problems.discovery_game,
