@@ -10,8 +10,8 @@ f_ADMM what FedADMM has at its own rule (30). Steps are 2^e / (r k_0), r the cli
 constant; a cell is the median over two instances, one of the real data (>: not reached), and the
 least is marked.
 
-The experiments `fedadmm-figure-1` to `-5` have the best e of k_0 = 1, and for all other k_0 that of
-k_0 = 10, whatever ρ and m are.
+The experiments `fedadmm-figure-1` to `-4` have one step for k_0 = 1 and steps inverse to k_0 for
+all others, whatever ρ is.
 """
 
 import sys
