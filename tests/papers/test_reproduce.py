@@ -1,6 +1,7 @@
 """`fedsolve reproduce`: the catalogue, runs from the command line, the page of results."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -174,19 +175,15 @@ def test_an_experiment_stopped_before_its_last_variant_is_kept(tmp_path):
     assert (tmp_path / "plot.png").is_file()
 
 
-def by_number(**changes):
-    """An entry whose variants are numbers, and what was measured of it."""
-    entry = catalogue.Entry("fedadmm/figure-2", "", picture="rounds", columns=("CR", "seconds"))
+def test_methods_by_a_number_are_one_table_a_measure():
+    paper = {"A: k_0 = 5": {"seconds": 73}}
+    columns = "CR", "seconds"
+    entry = catalogue.Entry("x/figure-2", "", picture="rounds", columns=columns, paper=paper)
     rows = [
         {"variant": "A: k_0 = 1", "seeds": 1, "CR": [20.0, 0.0], "seconds": [0.5, 0.0]},
         {"variant": "A: k_0 = 5", "seeds": 1, "CR": None, "seconds": [2.0, 0.0]},
         {"variant": "B, (30): k_0 = 5", "seeds": 3, "CR": [8.0, 1.0], "seconds": [1.0, 0.25]},
     ]
-    return dataclasses.replace(entry, **changes), rows
-
-
-def test_methods_by_a_number_are_one_table_a_measure():
-    entry, rows = by_number(paper={"A: k_0 = 5": {"seconds": 73}})
     assert results._numbers(entry, rows).splitlines() == [
         "| CR, k_0 = | 1 | 5 |",
         "|---|---|---|",
@@ -224,6 +221,7 @@ def test_experiments_are_joined_and_those_without_data_left_out(tmp_path, monkey
     names = [row["variant"] for row in summary["numbers"]["fedadmm-figure-2"]]
     assert [name.partition(":")[0] for name in names] == ["FedADMM"] * 2 + ["FedADMM, (30)"] * 2
 
+    @functools.wraps(fs.problems.linear_regression)
     def missing(*_, **__):
         raise fs.InvalidInput("no such data.")
 
