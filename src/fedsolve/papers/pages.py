@@ -122,8 +122,8 @@ def _by_number(entry: Entry, rows: list[Table], column: str) -> str:
         " | ".join([heading, *(shown.get(number, "") for number in numbers)])
         for heading, shown in cells.items()
     ]
-    table = [" | ".join(head), "|".join(["---"] * len(head)), *lines]
-    return "\n".join(f"| {line} |" for line in table)
+    first, *rest = (f"| {line} |" for line in [" | ".join(head), *lines])
+    return "\n".join([first, "|---" * len(head) + "|", *rest])
 
 
 def _heading(column: str) -> str:
