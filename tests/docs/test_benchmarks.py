@@ -27,6 +27,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "fedadmm_scale.py": "until the code's rule",
     "fedadmm_scale.py blocks": "as chosen",
     "fedadmm_scale.py sparse 4": "until the code's rule",
+    "fedadmm_scale.py rounds dense 8": "one more",
     "fedadmm_steps.py": "| k_0 = 1: FedSim |",
     "fuzz_wire.py": "200 inputs in",
     "fuzz_wire.py --questions": "200 inputs in",

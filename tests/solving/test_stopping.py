@@ -103,6 +103,20 @@ def test_rules_that_must_know_the_problem(problem):
     assert list(swept.table["instance"]) == [0, 1]
 
 
+def test_the_papers_rule_for_baselines_is_relative_to_fedadmm(problem):
+    """FedADMM with half of the clients runs until (30), and says how low f must be."""
+    method = fs.FedADMM(participants=3, local_iterations=10)
+    run = fs.solve(problem, method, 500, stop=fs.StationaryForSize(accuracy=1e-2))
+    assert 1 < run.rounds < 500
+    f = float(run.history["objective"][-1])
+    found = fs.NearFedADMM(accuracy=1e-2, within=0.1).of(problem).objective
+    np.testing.assert_allclose(found, f + 0.1 * (1 + abs(f)), rtol=1e-6)
+    best = fs.theory.reference.least(problem)
+    assert found > fs.NearOptimum(within=0.1).of(problem).objective > best
+    with pytest.raises(fs.InvalidInput, match=r"does not meet \(30\) within 1 averagings"):
+        fs.NearFedADMM(accuracy=1e-2, rounds=1).of(problem)
+
+
 def test_another_tolerance_does_not_trace_again(problem):
     traces = []
 
@@ -123,6 +137,8 @@ def test_another_tolerance_does_not_trace_again(problem):
         (lambda: fs.Stationary(below=0.0), "below must be positive"),
         (lambda: fs.Reached("soon"), "objective must be a number"),
         (lambda: fs.NearOptimum(0.0), "within must be positive"),
+        (lambda: fs.NearFedADMM(1e-3, share=1.5), "share must be at most 1"),
+        (lambda: fs.NearFedADMM(1e-3)({}), "is a rule for a problem"),
         (lambda: fs.NearOptimum().of(examples.least_squares()), "only without a constraint"),
         (
             lambda: fs.solve(examples.least_squares(), ALGORITHM, 3, stop=fs.Stationary),

@@ -32,6 +32,7 @@ from fedsolve.federation.state import SeedWords, evaluation_key
 from fedsolve.flare.journal import CannotWrite, Journal, Parts
 from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol, version
+from fedsolve.participation.strategic import check_bounds, game_of
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import Values, client_values
@@ -83,6 +84,7 @@ class SiteClients:
     ):
         self._say, self._guard = say, guard
         self._lock = threading.Lock()
+        self._game = game_of(algorithm)
         self._precision = precision
         with precision_of(precision) as dtype:
             self._problem = problem.on_device(dtype)
@@ -153,6 +155,10 @@ class SiteClients:
         if total not in (0, self._total):
             if total > MOST_CLIENTS:
                 raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
+            if self._game is not None and self._game.players != total:
+                raise Refused(
+                    f"the game has {self._game.players} players, the sites {total} clients"
+                )
             self._protocol = protocol(self._problem, self._algorithm, total)
             self._total = total
             self._work = {
@@ -198,6 +204,11 @@ class SiteClients:
         local = clients - first
         if local.min() < 0 or local.max() >= self._count:
             raise Refused("it asks for clients that are not here")
+        if self._game is not None:
+            try:
+                check_bounds(self._game, self._problem, first)
+            except InvalidInput as error:
+                raise Refused(str(error)) from None
         message = take(arrays, "message", exchange.message)
         used, look = _numbers(head.get("used"), number), head.get("look")
         seen = {

@@ -13,6 +13,7 @@ from PIL import Image
 
 from fedsolve.errors import InvalidInput
 from fedsolve.papers.catalogue import Entry, catalogue, costs, duration, papers
+from fedsolve.plots import has_numbers
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.types import Table
 
@@ -101,6 +102,8 @@ def _about(entry: Entry) -> list[str]:
 def _numbers(entry: Entry, rows: list[Table]) -> str:
     """Return a table with a row for each variant, and the paper's numbers beside ours."""
     columns = [c for c in entry.columns if any(row.get(c) for row in rows)]
+    if entry.picture == "rounds" and has_numbers(row["variant"] for row in rows):
+        return "\n\n".join(_by_number(entry, rows, column) for column in columns)
     beside = {c for c in columns if any(c in own for own in entry.paper.values())}
     head, lines = [""], []
     for column in columns:
@@ -115,6 +118,28 @@ def _numbers(entry: Entry, rows: list[Table]) -> str:
                 cells.append("" if own is None else _number(column, [own]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
+
+
+def _by_number(entry: Entry, rows: list[Table], column: str) -> str:
+    """Return a table of one measure, of labels such as "FedADMM: k_0 = 5": a column for each 5."""
+    cells: dict[str, dict[str, str]] = {}
+    name = ""
+    for row in rows:
+        heading, _, at = row["variant"].partition(": ")
+        name, _, number = at.partition(" = ")
+        found, own = row.get(column), entry.paper.get(row["variant"], {}).get(column)
+        text = _number(column, found, row["seeds"]) if found else "not reached"
+        if own is not None:
+            text += f" (paper: {_number(column, [own])})"
+        cells.setdefault(heading, {})[number] = text
+    numbers = list(dict.fromkeys(number for shown in cells.values() for number in shown))
+    head = [f"{_heading(column)}, {name} =", *numbers]
+    lines = [
+        " | ".join([heading, *(shown.get(number, "") for number in numbers)])
+        for heading, shown in cells.items()
+    ]
+    first, *rest = (f"| {line} |" for line in [" | ".join(head), *lines])
+    return "\n".join([first, "|---" * len(head) + "|", *rest])
 
 
 def _heading(column: str) -> str:

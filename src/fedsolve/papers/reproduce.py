@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,7 +140,8 @@ class Reproduction:
                 raise InvalidInput(f"The runs in {own} have not finished.")
             contents = run_folder.read(own)
             seconds += sum(contents.facts["seconds"].values())
-            results[label] = recorded(contents, self.tuned(label))
+            shown_with = self.entry.joined.get(label, label)
+            results.setdefault(shown_with, {}).update(recorded(contents, self.tuned(label)))
             contents.table.insert(0, "experiment", label)
             histories.append(contents.table)
         made = {"size": "quick" if self.quick else "full"}
@@ -192,8 +194,19 @@ Groups = dict[str, list[Recorded]]  # by variant
 
 
 def plan(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[str, Experiment]:
-    """Return a figure's experiments, ready to run, by name."""
-    return {name: config.resolve(name, t) for name, t in tables(entry, quick, seeds).items()}
+    """Return a figure's experiments, ready to run, by name; without those that lack their data."""
+    planned = {}
+    for name, table in tables(entry, quick, seeds).items():
+        try:
+            planned[name] = config.resolve(name, table)
+            if name in entry.optional:
+                planned[name].cell(*planned[name].runs[0])
+        except InvalidInput as error:
+            if name not in entry.optional:
+                raise
+            planned.pop(name, None)
+            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+    return planned
 
 
 def recorded(contents: run_folder.Contents, experiment: Experiment) -> Groups:
@@ -299,11 +312,11 @@ def finish(
 def _spread(column: str, values: list[float]) -> list[float] | None:
     """Return the middle and the standard deviation over seeds; None if there is no number.
 
-    The middle is the mean; of CR it is the median, as in its paper, where runs that did not reach
-    the goal count as infinite.
+    The middle is the mean; of CR and of seconds it is the median, as in their paper, where runs
+    that did not reach the goal count as infinite.
     """
     there = [value for value in values if np.isfinite(value)]
-    if column == "CR":
+    if column in ("CR", "seconds"):
         middle = np.median(np.where(np.isfinite(values), values, np.inf))
     else:
         middle = np.mean(there) if there else np.nan
