@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from jaxtyping import PyTree
 
-from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.local_pass import LocalWork, Walked
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Mask, Samples
+from fedsolve.problem.several import constraint_of
 from fedsolve.torch.callback import call
 from fedsolve.torch.called import (
     Called,
@@ -30,6 +31,7 @@ from fedsolve.torch.called import (
     words_of,
 )
 from fedsolve.torch.module import Network
+from fedsolve.torch.named import check_no_named
 from fedsolve.torch.pool import Clients
 from fedsolve.types import Function
 
@@ -175,6 +177,7 @@ def callback_problem(
         options: Other arguments of `Problem`.
         smooth: Whether the objective and the constraint must have a gradient.
     """
+    check_no_named(constraint)
     copies = Copies(Network(module))
     local: list[Called] = []
 
@@ -185,7 +188,7 @@ def callback_problem(
 
     objective = called("loss", loss)
     if constraint is not None:
-        constraint = as_constraint(constraint).adapt(functools.partial(called, "constraint"))
+        constraint = constraint_of(constraint).adapt(functools.partial(called, "constraint"))
     differs, changed = zip(*(each.in_training() for each in local), strict=True)
     form = Form(any(differs), changed[0])
     if constraint is not None:
