@@ -223,6 +223,17 @@ def test_sites_counts_give_the_same_audit_as_all_data(folder, fedsolve):  # noqa
     assert judged == found["seed-0"]
 
 
+def test_the_model_card_has_the_last_audit(folder):
+    card = folder / "run" / "model_card.md"
+    whole = card.read_text(encoding="utf-8").partition("\n## Audit")[0]
+    audited = Audited(folder / "run")
+    tally = audited.count(dict(np.load(folder / "all.npz")), ranges=(0, 100))
+    for confidence in (0.9, 0.95):
+        found = audited.judge(tally, confidence, (0, 100))
+        expected = f"{whole}\n## Audit on held-out data\n\nseed-0:\n\n```\n{found}\n```\n"
+        assert card.read_text(encoding="utf-8") == expected
+
+
 def test_the_report_has_the_audit(folder, fedsolve):  # noqa: F811
     audited = Audited(folder / "run")
     tally = audited.count(dict(np.load(folder / "all.npz")), ranges=(0, 100))
