@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.sharding import shared
 from fedsolve.types import Cohort, Flags, Function, PyTree, Round
 
+SHARED_OUT = 2**20  # bytes of a cohort's data from which clients are shared out over cores
 TOGETHER = 2**25  # bytes of clients' data up to which a cohort is computed in one piece,
 BLOCK = 2**22  # and bytes of a block where there are more (benchmarks/fedadmm_scale.py)
 
@@ -30,7 +33,8 @@ def map_clients(
 
     A block's data are fetched where they are used, so that what a client does with them more than
     once finds them in the processor's cache, and no copy of the cohort's data is made. By default
-    that is done for data too large for the cache. On several devices, each computes its part.
+    that is done for data too large for the cache. On several devices, each computes its part; on
+    one, every core of the CPU does, where there is enough to do.
 
     Args:
         function: `function(indices, *data)` of some clients, usually a `vmap`.
@@ -53,23 +57,43 @@ def map_clients(
     if size is None:
         size = block_size(data, len(cohort))
     who = jnp.asarray(cohort)
+    cores = options.cores if _bytes_each(data) * len(who) >= SHARED_OUT else 1
+    ends = np.linspace(0, len(who), min(cores, len(who)) + 1).astype(int)
+    # Parts of the program that need nothing of each other run at the same time.
+    parts = [
+        _in_blocks(function, who, data, size, slice(*span), rows)
+        for span in itertools.pairwise(ends.tolist())
+    ]
+    return parts[0] if len(parts) == 1 else _joined(*parts)
+
+
+def _in_blocks(
+    function: Function, who: Array, data: PyTree, size: int | None, part: slice, rows: bool
+) -> PyTree:
+    """Compute a part of the cohort, in blocks of clients; None for one block."""
+    count = part.stop - part.start
     if size is None and rows:
-        return function(who, *data)
+        if count < len(who):
+            data = jax.tree.map(lambda leaf: leaf[part], data)
+        return function(who[part], *data)
 
     def some(who: Array, places: Array) -> PyTree:
         return function(who, *jax.tree.map(lambda leaf: leaf[places], data))
 
-    both = who, jnp.arange(len(who)) if rows else who
-    if size is None or size >= len(who):
+    both = who[part], jnp.arange(part.start, part.stop) if rows else who[part]
+    if size is None or size >= count:
         return some(*both)
-    blocks = len(who) // size
+    blocks = count // size
     most = blocks * size
     found = lax.map(lambda b: some(*b), [x[:most].reshape(blocks, size) for x in both])
     found = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
-    if most == len(who):
+    if most == count:
         return found
-    last = some(*(x[most:] for x in both))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last)
+    return _joined(found, some(*(x[most:] for x in both)))
+
+
+def _joined(*parts: PyTree) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
 def _on_each_device(
@@ -87,7 +111,7 @@ def _on_each_device(
     who = jnp.where(np.arange(len(places)) < count, who, np.iinfo(np.int32).max)
     if not rows or len(places) > count:
         data = jax.tree.map(lambda leaf: leaf[found], data)
-    alone = dataclasses.replace(options, mesh=None)
+    alone = dataclasses.replace(options, mesh=None, cores=1)
 
     def part(who: Int[Array, " part"], data: PyTree) -> PyTree:
         return map_clients(function, who, data, alone, rows=True)
@@ -141,8 +165,22 @@ def _where_data_are(
 
 def block_size(data: PyTree, cohort: int) -> int | None:
     """Return how many clients fit into the cache; None where the whole cohort does."""
-    leaves = jax.tree.leaves(data)
-    each = sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in leaves)
+    each = _bytes_each(data)
     if jax.default_backend() != "cpu" or each * cohort <= TOGETHER:
         return None
     return max(BLOCK // each, 1)
+
+
+def _bytes_each(data: PyTree) -> int:
+    """Return the bytes of one client's data."""
+    leaves = jax.tree.leaves(data)
+    return sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in leaves)
+
+
+def cores_here() -> int:
+    """Return over how many cores one process may share out clients: those of its CPU, if any."""
+    if jax.default_backend() != "cpu":
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -78,7 +78,7 @@ class Simulation(Federation):
                 together = self._options.clients_at_once
                 if together is None and (block := block_size(data, len(cohort))) is not None:
                     together = min(8 * block, len(cohort))  # data are read in few rounds only
-                options = dataclasses.replace(self._options, clients_at_once=together)
+                options = dataclasses.replace(self._options, clients_at_once=together, cores=1)
                 data = states, self.known.gradients
                 return map_clients(jax.vmap(informed), cohort, data, options, rows=whole)
             return map_clients(jax.vmap(answer), cohort, data, self._options, rows=whole)
