@@ -75,10 +75,11 @@ def test_running_statistics_are_moved_exactly_once(mode, buffers, tmp_path):
     )
 
 
-ALGORITHMS = {
-    "FedSGM": {"kind": "FedSGM", "step_size": 0.1, "participants": 4, "local_steps": 3},
-    "PPBC": {"kind": "PPBC", "step_size": 0.1, "epoch_length": 2, "local_steps": 2},
-    "SCAFFOLD": {"kind": "SCAFFOLD", "step_size": 0.1, "participants": 4, "local_steps": 3},
+TOP = {"kind": "TopK", "fraction": 0.1}
+ALGORITHMS = {  # PPBC's clients add up their changes over an epoch, and send them whole
+    "FedSGM": {"step_size": 0.1, "participants": 4, "local_steps": 3, "uplink": TOP},
+    "PPBC": {"step_size": 0.1, "epoch_length": 2, "local_steps": 2},
+    "SCAFFOLD": {"step_size": 0.1, "participants": 4, "local_steps": 3, "uplink": TOP},
 }
 
 
@@ -91,14 +92,14 @@ def test_a_network_on_three_sites_has_the_numbers_of_the_simulation(monkeypatch)
     from fedsolve.flare.local_federation import deploy_local
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    kind, top = "tests.support.deployed:cifar10_cnn", {"kind": "TopK", "fraction": 0.1}
+    kind = "tests.support.deployed:cifar10_cnn"
+    kinds = {name: {"kind": name, **settings} for name, settings in ALGORITHMS.items()}
     table = {
         "title": "CIFAR-10",
         "problem": {"kind": kind},
+        "algorithm": kinds["FedSGM"],
         "run": {"rounds": 6, "evaluate_every": 2, "precision": "float64"},
-        "variants": {
-            name: {"algorithm": {**own, "uplink": top}} for name, own in ALGORITHMS.items()
-        },
+        "variants": {name: {"algorithm": own} for name, own in kinds.items()},
     }
     experiment = config.resolve("cifar10", table, allowed=[kind])
     deployed, _, status = deploy_local(experiment, 3, lambda news: None)

@@ -28,6 +28,7 @@ def map_clients(
     data: PyTree,
     options: RoundOptions,
     rows: bool = False,
+    extra: int = 0,
 ) -> PyTree:
     """Apply a function to every client of the cohort, all at once or in blocks.
 
@@ -42,6 +43,7 @@ def map_clients(
         data: Trees of arrays with a leading axis for all clients.
         options: How many clients at once, on which devices.
         rows: Whether the data have the cohort's own rows, and not those of all clients.
+        extra: Bytes that a client needs beside its data, for a model of its own.
 
     Returns:
         What the function returns, joined on the leading axis.
@@ -55,7 +57,7 @@ def map_clients(
         return _on_each_device(function, cohort, data, options, rows)
     size = options.clients_at_once
     if size is None:
-        size = block_size(data, len(cohort))
+        size = block_size(data, len(cohort), extra)
     who = jnp.asarray(cohort)
     cores = options.cores if _bytes_each(data) * len(who) >= SHARED_OUT else 1
     ends = np.linspace(0, len(who), min(cores, len(who)) + 1).astype(int)
@@ -163,9 +165,9 @@ def _where_data_are(
     return jax.tree.map(lambda leaf: leaf[cohort // each, np.arange(count)], found)
 
 
-def block_size(data: PyTree, cohort: int) -> int | None:
+def block_size(data: PyTree, cohort: int, extra: int = 0) -> int | None:
     """Return how many clients fit into the cache; None where the whole cohort does."""
-    each = _bytes_each(data)
+    each = _bytes_each(data) + extra
     if jax.default_backend() != "cpu" or each * cohort <= TOGETHER:
         return None
     return max(BLOCK // each, 1)

@@ -36,6 +36,9 @@ from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_s
 from fedsolve.types import Cohort, Flag, Flags, Function, Info, PyTree, Reply, Round, Vector
 
 
+COPIES = 4  # vectors as long as w that a client works on: its point, gradient, sum and answer
+
+
 class Simulation(Federation):
     """A federation inside one compiled program.
 
@@ -81,7 +84,8 @@ class Simulation(Federation):
                 options = dataclasses.replace(self._options, clients_at_once=together, cores=1)
                 data = states, self.known.gradients
                 return map_clients(jax.vmap(informed), cohort, data, options, rows=whole)
-            return map_clients(jax.vmap(answer), cohort, data, self._options, rows=whole)
+            extra = COPIES * self._state.w.size * self._state.w.dtype.itemsize
+            return map_clients(jax.vmap(answer), cohort, data, self._options, whole, extra)
 
         def put(old: Array, new: Array) -> Array:
             if not (isinstance(arrived, np.ndarray) and arrived.all()):

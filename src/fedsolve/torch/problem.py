@@ -49,7 +49,7 @@ from fedsolve.torch.descent import callback_problem
 from fedsolve.torch.export import CannotCompile
 from fedsolve.torch.module import Network
 from fedsolve.torch.named import is_tally, with_values
-from fedsolve.torch.verify import check_function, compare
+from fedsolve.torch.verify import check_function, check_rows, compare
 
 ENTRY = "all"  # the name of data that have a mask and are no dict
 
@@ -162,6 +162,8 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
             raise InvalidInput(f"The {name} must be a function of (model, data), got {function!r}.")
         samples, entry = (given.whole, None) if test else (given.samples, given.entry)
         found = check_function(name, function, network, samples, entry, smooth=not test)
+        if kind == "rows":
+            check_rows(name, samples, found[0].outputs)
         own = Compiled(name, function, network, samples, entry, kind, None if test else size)
         try:
             own.look_ahead(network.params, samples, training=not test)

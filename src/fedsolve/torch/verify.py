@@ -137,6 +137,18 @@ def _called(
     return found
 
 
+def check_rows(name: str, samples: Samples, outputs: list[Array]) -> None:
+    """Raise if a function did not return a number for each sample of client 0."""
+    rows = int(counts(samples)[0])
+    shapes = [output.shape for output in outputs]
+    if shapes != [(rows,)]:
+        found = str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} arrays"
+        raise InvalidInput(
+            f"The {name}'s function must return one number for each of {rows} samples, got shape "
+            f"{found}."
+        )
+
+
 def changes(name: str) -> InvalidInput:
     """Return the error of a function that depends on common random numbers."""
     return InvalidInput(
