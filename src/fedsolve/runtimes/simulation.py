@@ -35,7 +35,6 @@ from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
 from fedsolve.types import Cohort, Flag, Flags, Function, Info, PyTree, Reply, Round, Vector
 
-
 COPIES = 4  # vectors as long as w that a client works on: its point, gradient, sum and answer
 
 
