@@ -146,6 +146,16 @@ def test_constraints_by_name_are_judged_by_their_exact_rates():
         found["each"]
 
 
+def test_claims_of_one_constraint_have_its_tolerance():
+    bound = fs.constraints.group_loss(
+        lambda w, data: (data["x"] @ w) ** 2, 9.0, group="y", groups={"a": -1, "b": 1}
+    )
+    constraint = fs.Several({"groups": bound}, tolerances={"groups": 0.25})
+    problem = fs.Problem(lambda w, data: w @ w, noise(0), np.ones(60), constraint)
+    tally = count(problem, problem.params, noise(1), ranges=(0.0, 99.0))
+    assert [claim.own_tolerance for claim in tally.claims] == [0.25, 0.25]
+
+
 def test_audits_and_counts_survive_json(tmp_path):
     run = overfitted()
     tally = count(run.problem, run.params, noise(1), ["a", "b", "c"])

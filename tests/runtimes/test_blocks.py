@@ -73,4 +73,6 @@ def test_runs_are_those_of_one_core(algorithm, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
     for name, column in one.history.items():
         if not name.startswith("seconds"):
-            np.testing.assert_allclose(two.history[name], column, rtol=1e-10, err_msg=name)
+            np.testing.assert_allclose(
+                two.history[name], column, rtol=1e-10, atol=1e-12, err_msg=name
+            )

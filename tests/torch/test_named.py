@@ -21,7 +21,7 @@ def clients(sizes=(S,) * N):
     made = [
         {
             "x": rng.standard_normal((size, D)),
-            "y": rng.integers(0, 2, size),
+            "y": np.arange(size) % 2,
             "group": rng.integers(0, 3, size),
         }
         for size in sizes

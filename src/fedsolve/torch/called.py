@@ -344,7 +344,11 @@ def real_samples(data: PyTree, mask: Mask) -> PyTree:
 
 def buffers_of(copy: Copy, state: PyTree) -> list[Host]:
     """Return the buffers of the state, in its order."""
-    return [as_array(copy.buffers[name]).copy() for name in sorted(state or {})]
+    return (
+        [as_array(copy.buffers[name]).astype(array.dtype) for name, array in sorted(state.items())]
+        if state
+        else []
+    )
 
 
 def _flat(outputs: PyTree) -> torch.Tensor:

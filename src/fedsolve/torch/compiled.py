@@ -143,7 +143,9 @@ class Compiled:
         ]
         outputs, changed = run(program, params, buffers, leaves, key if training else None)
         outputs = jax.tree.map(lambda leaf: leaf.astype(dtype), outputs)
-        return outputs, {name: changed.get(name, buffers[name]) for name in state}
+        return outputs, {
+            name: changed.get(name, buffers[name]).astype(buffers[name].dtype) for name in state
+        }
 
     def _is_one_of_several(self, shapes: PyTree) -> bool:
         """Return whether these are single samples of clients that differ in size."""

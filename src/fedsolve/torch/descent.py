@@ -16,7 +16,7 @@ from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.local_pass import LocalWork, Walked
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Mask, Samples
-from fedsolve.problem.several import constraint_of
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.torch.callback import call
 from fedsolve.torch.called import (
     Called,
@@ -30,7 +30,7 @@ from fedsolve.torch.called import (
     real_samples,
     words_of,
 )
-from fedsolve.torch.module import Network
+from fedsolve.torch.module import Network, as_state
 from fedsolve.torch.named import check_no_named
 from fedsolve.torch.pool import Clients
 from fedsolve.types import Function
@@ -156,7 +156,7 @@ class _Walk:
 def callback_problem(
     module: torch.nn.Module,
     loss: Function,
-    constraint: Constraint | Function | None,
+    constraint: Constraint | Function | Parts | None,
     samples: Samples,
     entry: str | None,
     test: PyTree,
@@ -199,7 +199,9 @@ def callback_problem(
         for name, metric in (metrics or {}).items()
     }
     if form.changed:
-        options = {"state": {n: copies.network.buffers[n] for n in form.changed}} | {**options}
+        options = {"state": {n: as_state(copies.network.buffers[n]) for n in form.changed}} | {
+            **options
+        }
     return Problem(
         objective=Objective(objective, form),
         clients=samples,

@@ -39,14 +39,14 @@ from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.layout import FROZEN, Layout
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Leaf, Samples
-from fedsolve.problem.several import constraint_of
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.problem.stacking import as_samples
 from fedsolve.solving.result import Run
 from fedsolve.torch.called import Called, Copies, Form, Loss, Metric, Value
 from fedsolve.torch.compiled import Compiled
 from fedsolve.torch.descent import callback_problem
 from fedsolve.torch.export import CannotCompile
-from fedsolve.torch.module import Network
+from fedsolve.torch.module import Network, as_state
 from fedsolve.torch.named import is_tally, with_values
 from fedsolve.torch.verify import check_function, check_rows, compare
 
@@ -57,7 +57,7 @@ def problem(
     module: torch.nn.Module,
     loss: Callable,
     clients: PyTree,
-    constraint: Constraint | Callable | None = None,
+    constraint: Constraint | Callable | Parts | None = None,
     *,
     mode: object = "auto",
     test: PyTree = None,
@@ -77,7 +77,7 @@ def problem(
             type that was given. There is no mask, as padding is removed.
         clients: All clients' data as for `Problem`, arrays or tensors.
         constraint: g_j in the form of `loss`, or a `Constraint` made of such functions (a
-            `Statistics` combines its sums on the server, in JAX).
+            `Statistics` combines its sums on the server, in JAX); several in a list or a dict.
         mode: `"compiled"` (functions become JAX programs, or it is said why they cannot),
             `"callback"` (PyTorch computes them, clients in threads) or `"auto"` (compiled
             where that is possible; a warning says where it is not, and why).
@@ -122,7 +122,8 @@ def problem(
         return _compiled(given, options, strict=mode == "compiled")
     except CannotCompile as reason:
         if mode == "compiled":
-            raise InvalidInput(f'{reason}; mode="callback" can do it.') from reason
+            said = str(reason).rstrip(".")
+            raise InvalidInput(f'{said}; mode="callback" can do it.') from reason
         found = _by_callback(given, options)
         warnings.warn(f"{reason}, so PyTorch computes it in callbacks.", stacklevel=2)
         return found
@@ -137,7 +138,7 @@ class _Given:
 
     module: torch.nn.Module
     loss: Callable
-    constraint: Constraint | Callable | None
+    constraint: Constraint | Callable | Parts | None
     samples: Samples
     entry: str | None
     test: PyTree
@@ -207,7 +208,7 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
     if len(network.trainable) < len(network.params):
         options = options | {"trainable": _trained(network, options.get("trainable"))}
     if form.changed:
-        state = {name: network.buffers[name] for name in form.changed}
+        state = {name: as_state(network.buffers[name]) for name in form.changed}
         options = options | {"state": state}
     try:
         return Problem(

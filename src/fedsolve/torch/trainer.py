@@ -127,7 +127,7 @@ class Trainer:
         return [
             change.astype(w.dtype, copy=False),
             change if directions is None else _joined(directions),
-            *(as_array(buffers[name]).copy() for name in sorted(state)),
+            *(as_array(buffers[n]).astype(old.dtype) for n, old in sorted(state.items())),
         ]
 
     def _module(

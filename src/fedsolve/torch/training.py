@@ -36,7 +36,7 @@ from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.layout import PERSONAL, SHARED
 from fedsolve.problem.local_pass import Follows, LocalWork, Walked
 from fedsolve.problem.problem import Problem
-from fedsolve.problem.several import constraint_of
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.torch.callback import call
 from fedsolve.torch.called import words_of
 from fedsolve.torch.datasets import Datasets, as_datasets
@@ -55,7 +55,7 @@ def training(
     train: Any,
     clients: PyTree = None,
     loss: Function | None = None,
-    constraint: Constraint | Function | None = None,
+    constraint: Constraint | Function | Parts | None = None,
     *,
     train_constraint: Any = None,
     **options: Any,
@@ -140,7 +140,7 @@ def _of_datasets(
     module: torch.nn.Module,
     loss: Function,
     datasets: Datasets,
-    constraint: Constraint | Function | None,
+    constraint: Constraint | Function | Parts | None,
     options: dict[str, Any],
 ) -> Problem:
     """Make the problem whose clients have Datasets, for evaluation."""
