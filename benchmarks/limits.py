@@ -35,7 +35,6 @@ import numpy as np
 
 import fedsolve as fs
 from fedsolve.federation.options import RoundOptions
-from fedsolve.runtimes.blocks import cores_here
 from fedsolve.runtimes.chunks import padded
 from fedsolve.runtimes.placement import numbers_on_device
 from fedsolve.runtimes.simulation import Simulation, compiled_advance, compiled_start
@@ -297,7 +296,7 @@ def counted_by_xla(problem: fs.Problem, algorithm: Any, state: Any) -> float:
 def measured(name: str, work: Work) -> dict[str, float]:
     problem = (work.constrained if ROUNDS[name].constrained else work.free).on_device()
     algorithm = numbers_on_device(ROUNDS[name].algorithm(work), None)
-    words, setting = jax.random.key_data(jax.random.key(0)), RoundOptions(cores=cores_here())
+    words, setting = jax.random.key_data(jax.random.key(0)), RoundOptions()
     state = jax.block_until_ready(compiled_start(problem, algorithm, words, setting))
 
     def spans(rounds: int) -> Any:

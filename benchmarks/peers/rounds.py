@@ -1,20 +1,16 @@
 """The rounds of a Fedsolve run without evaluation, and an evaluation alone; for `meter`."""
 
-import os
-
 import jax
 import numpy as np
 from work import Meter
 
 import fedsolve as fs
-from fedsolve.runtimes.blocks import cores_here
 from fedsolve.runtimes.chunks import GRID, padded
 from fedsolve.runtimes.placement import numbers_on_device
 from fedsolve.runtimes.simulation import compiled_advance, compiled_start
 from fedsolve.solving.options import Options
 
 TRIES = 3
-CORES = int(os.environ.get("CORES", cores_here()))  # 1: one part of the program, as it once was
 
 
 def timed(
@@ -22,7 +18,7 @@ def timed(
 ) -> dict[str, float]:
     """Time rounds and an evaluation by the program that `fs.solve` runs; return what it found."""
     placed, tuned = problem.on_device(), numbers_on_device(algorithm, None)
-    options = Options(rounds).of_rounds(problem, cores=CORES)
+    options = Options(rounds).of_rounds(problem)
     state = compiled_start(placed, tuned, jax.random.key_data(jax.random.key(0)), options)
 
     def played(state, start, stop, wanted=0):

@@ -30,7 +30,6 @@ class RoundOptions(eqx.Module):
     aggregation: Rule | None = None
     privacy: Rule | None = None
     mesh: Mesh | None = eqx.field(static=True, default=None)
-    cores: int = eqx.field(static=True, default=1)  # over which large cohorts are shared out
 
     @property
     def rules(self) -> tuple[Rule, ...]:

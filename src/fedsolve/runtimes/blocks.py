@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,6 @@ from fedsolve.federation.options import RoundOptions
 from fedsolve.runtimes.sharding import shared
 from fedsolve.types import Cohort, Flags, Function, PyTree, Round
 
-SHARED_OUT = 2**20  # bytes of a cohort's data from which clients are shared out over cores
 TOGETHER = 2**25  # bytes of clients' data up to which a cohort is computed in one piece,
 BLOCK = 2**22  # and bytes of a block where there are more (benchmarks/fedadmm_scale.py)
 
@@ -28,14 +25,12 @@ def map_clients(
     data: PyTree,
     options: RoundOptions,
     rows: bool = False,
-    extra: int = 0,
 ) -> PyTree:
     """Apply a function to every client of the cohort, all at once or in blocks.
 
     A block's data are fetched where they are used, so that what a client does with them more than
     once finds them in the processor's cache, and no copy of the cohort's data is made. By default
-    that is done for data too large for the cache. On several devices, each computes its part; on
-    one, every core of the CPU does, where there is enough to do.
+    that is done for data too large for the cache. On several devices, each computes its part.
 
     Args:
         function: `function(indices, *data)` of some clients, usually a `vmap`.
@@ -43,7 +38,6 @@ def map_clients(
         data: Trees of arrays with a leading axis for all clients.
         options: How many clients at once, on which devices.
         rows: Whether the data have the cohort's own rows, and not those of all clients.
-        extra: Bytes that a client needs beside its data, for a model of its own.
 
     Returns:
         What the function returns, joined on the leading axis.
@@ -57,45 +51,25 @@ def map_clients(
         return _on_each_device(function, cohort, data, options, rows)
     size = options.clients_at_once
     if size is None:
-        size = block_size(data, len(cohort), extra)
+        size = block_size(data, len(cohort))
     who = jnp.asarray(cohort)
-    cores = options.cores if _bytes_each(data) * len(who) >= SHARED_OUT else 1
-    ends = np.linspace(0, len(who), min(cores, len(who)) + 1).astype(int)
-    # Parts of the program that need nothing of each other run at the same time.
-    parts = [
-        _in_blocks(function, who, data, size, slice(*span), rows)
-        for span in itertools.pairwise(ends.tolist())
-    ]
-    return parts[0] if len(parts) == 1 else _joined(*parts)
-
-
-def _in_blocks(
-    function: Function, who: Array, data: PyTree, size: int | None, part: slice, rows: bool
-) -> PyTree:
-    """Compute a part of the cohort, in blocks of clients; None for one block."""
-    count = part.stop - part.start
     if size is None and rows:
-        if count < len(who):
-            data = jax.tree.map(lambda leaf: leaf[part], data)
-        return function(who[part], *data)
+        return function(who, *data)
 
     def some(who: Array, places: Array) -> PyTree:
         return function(who, *jax.tree.map(lambda leaf: leaf[places], data))
 
-    both = who[part], jnp.arange(part.start, part.stop) if rows else who[part]
-    if size is None or size >= count:
+    both = who, jnp.arange(len(who)) if rows else who
+    if size is None or size >= len(who):
         return some(*both)
-    blocks = count // size
+    blocks = len(who) // size
     most = blocks * size
     found = lax.map(lambda b: some(*b), [x[:most].reshape(blocks, size) for x in both])
     found = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
-    if most == count:
+    if most == len(who):
         return found
-    return _joined(found, some(*(x[most:] for x in both)))
-
-
-def _joined(*parts: PyTree) -> PyTree:
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    last = some(*(x[most:] for x in both))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last)
 
 
 def _on_each_device(
@@ -113,7 +87,7 @@ def _on_each_device(
     who = jnp.where(np.arange(len(places)) < count, who, np.iinfo(np.int32).max)
     if not rows or len(places) > count:
         data = jax.tree.map(lambda leaf: leaf[found], data)
-    alone = dataclasses.replace(options, mesh=None, cores=1)
+    alone = dataclasses.replace(options, mesh=None)
 
     def part(who: Int[Array, " part"], data: PyTree) -> PyTree:
         return map_clients(function, who, data, alone, rows=True)
@@ -165,24 +139,10 @@ def _where_data_are(
     return jax.tree.map(lambda leaf: leaf[cohort // each, np.arange(count)], found)
 
 
-def block_size(data: PyTree, cohort: int, extra: int = 0) -> int | None:
+def block_size(data: PyTree, cohort: int) -> int | None:
     """Return how many clients fit into the cache; None where the whole cohort does."""
-    each = _bytes_each(data) + extra
+    leaves = jax.tree.leaves(data)
+    each = sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in leaves)
     if jax.default_backend() != "cpu" or each * cohort <= TOGETHER:
         return None
     return max(BLOCK // each, 1)
-
-
-def _bytes_each(data: PyTree) -> int:
-    """Return the bytes of one client's data."""
-    leaves = jax.tree.leaves(data)
-    return sum(leaf.size * leaf.dtype.itemsize // leaf.shape[0] for leaf in leaves)
-
-
-def cores_here() -> int:
-    """Return over how many cores one process may share out clients: those of its CPU, if any."""
-    if jax.default_backend() != "cpu":
-        return 1
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

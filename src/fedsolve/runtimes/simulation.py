@@ -35,8 +35,6 @@ from fedsolve.runtimes.history import host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
 from fedsolve.types import Cohort, Flag, Flags, Function, Info, PyTree, Reply, Round, Vector
 
-COPIES = 4  # vectors as long as w that a client works on: its point, gradient, sum and answer
-
 
 class Simulation(Federation):
     """A federation inside one compiled program.
@@ -80,11 +78,10 @@ class Simulation(Federation):
                 together = self._options.clients_at_once
                 if together is None and (block := block_size(data, len(cohort))) is not None:
                     together = min(8 * block, len(cohort))  # data are read in few rounds only
-                options = dataclasses.replace(self._options, clients_at_once=together, cores=1)
+                options = dataclasses.replace(self._options, clients_at_once=together)
                 data = states, self.known.gradients
                 return map_clients(jax.vmap(informed), cohort, data, options, rows=whole)
-            extra = COPIES * self._state.w.size * self._state.w.dtype.itemsize
-            return map_clients(jax.vmap(answer), cohort, data, self._options, whole, extra)
+            return map_clients(jax.vmap(answer), cohort, data, self._options, rows=whole)
 
         def put(old: Array, new: Array) -> Array:
             if not (isinstance(arrived, np.ndarray) and arrived.all()):

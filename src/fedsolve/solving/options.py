@@ -17,7 +17,6 @@ from fedsolve.federation.state import State
 from fedsolve.fields import check_count, check_kind, check_seed
 from fedsolve.privacy.private import Plan, Private
 from fedsolve.privacy.secure import SecureSum
-from fedsolve.problem.local_pass import HasLocalPass
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import Devices, mesh_of
@@ -148,15 +147,8 @@ class Options:
             return None
         return self.privacy.plan(problem, algorithm, self.rounds, self.evaluate_every)
 
-    def of_rounds(self, problem: Problem, plan: Plan | None = None, cores: int = 1) -> RoundOptions:
-        """Return the options that are part of the compiled program.
-
-        Args:
-            problem: The problem.
-            plan: What a private run adds.
-            cores: The cores that one program may use. Functions that call back share them out
-                themselves.
-        """
+    def of_rounds(self, problem: Problem, plan: Plan | None = None) -> RoundOptions:
+        """Return the options that are part of the compiled program."""
         return RoundOptions(
             self.arrivals,
             self.clients_at_once,
@@ -166,7 +158,6 @@ class Options:
             self.aggregation,
             None if plan is None else plan.rule,
             self.mesh,
-            1 if isinstance(problem.objective.function, HasLocalPass) else cores,
         )
 
     @property

@@ -26,7 +26,6 @@ from fedsolve.privacy.accounting import Ledger
 from fedsolve.privacy.private import Plan, Private
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Runtime
-from fedsolve.runtimes.blocks import cores_here
 from fedsolve.runtimes.debug import Debug
 from fedsolve.runtimes.history import History, joined
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
@@ -151,7 +150,7 @@ def solve(
     )
     options.check(problem, algorithm)
     saved, plan = options.load(), options.plan(problem, algorithm)
-    round_options = options.of_rounds(problem, plan, cores_here())
+    round_options = options.of_rounds(problem, plan)
     saver = _saver(problem, algorithm, options, saved, fingerprint(round_options.stop))
     began = time.perf_counter() - (saved.seconds if isinstance(saved, Checkpoint) else 0)
     with contextlib.ExitStack() as stack:

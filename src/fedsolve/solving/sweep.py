@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,6 @@ from fedsolve.federation.options import RoundOptions, Stop
 from fedsolve.federation.state import State
 from fedsolve.fields import check_seed
 from fedsolve.problem.problem import Problem
-from fedsolve.runtimes.blocks import cores_here
 from fedsolve.runtimes.chunks import SLOTS, Spans, padded, spans_of
 from fedsolve.runtimes.history import History, host_history, joined
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
@@ -131,7 +131,7 @@ class _Grid:
         count = len(self._problems)
         groups = [group for members in programs.values() for group in _groups(members, count)]
         spans = spans_of(0, self._options.rounds, self._options.evaluate_every)
-        with ThreadPoolExecutor(cores_here()) as pool:
+        with ThreadPoolExecutor(_cores()) as pool:
             # One of each size and structure compiles, so that the threads need not.
             first = {(len(g), jax.tree.structure(self._tuned[g[0]])): g for g in reversed(groups)}
             for group in first.values():
@@ -174,12 +174,16 @@ class _Grid:
             self._runs[index] = Run.of(problem, changed, last, own, seed, seconds, settings)
 
 
+def _cores() -> int:
+    return 1 if jax.default_backend() != "cpu" else len(os.sched_getaffinity(0))
+
+
 def _groups(members: list[int], problems: int) -> list[list[int]]:
     """Return equal groups, one for each core, or one where there are problems enough for all cores.
 
     One program on a CPU hardly uses more than one core. The last member fills up the last group.
     """
-    cores = cores_here() if problems < cores_here() else 1
+    cores = _cores() if problems < _cores() else 1
     size = -(-len(members) // min(cores, len(members)))
     filled = members + [members[-1]] * (-len(members) % size)
     return [filled[i : i + size] for i in range(0, len(filled), size)]
