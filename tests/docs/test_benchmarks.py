@@ -40,8 +40,10 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "neyman_pearson.py": "NumPy transcription",
     "payments.py --generated": "| best prices |",
     "peers/run.py Fedsolve": "| Fedsolve | ",
-    "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",
+    "peers/run.py --work cifar10 --ours": "| Fedsolve, nn.Module | ",
     "peers/run.py --work mnist Fedsolve": "| Fedsolve | ",
+    "peers/run.py --work resnet": "| PyTorch loop | ",
+    "peers/run.py --work torch": "| Fedsolve, callback | ",
     "privacy.py": "| FedAvg, everyone | inf |",
     "recorded.py fedsgm/table-1 {docs}/results/fedsgm-table-1.csv --command x --machine y": (
         "Written to reproduced"
@@ -59,13 +61,20 @@ NEEDS = {
     "fuzz_wire.py": "nvflare",
     "gateway.py": "nvflare",
     "torch_modules.py": "torch",
+    "peers/run.py --work cifar10": "torch",
+    "peers/run.py --work resnet": "torch",
+    "peers/run.py --work torch": "torch",
 }
 ELSEWHERE = {
     "cluster/ray_job.py": "it needs Ray",
     "peers/bare_scan.py": "peers/run.py starts it",
     "peers/cifar_ours.py": "peers/run.py starts it",
+    "peers/modules.py": "the others import it",
     "peers/ours.py": "peers/run.py starts it",
+    "peers/rounds.py": "the others import it",
     "peers/torch_by_hand.py": "it has an environment of its own",
+    "peers/torch_loop.py": "peers/run.py starts it",
+    "peers/torch_ours.py": "peers/run.py starts it",
     "peers/work.py": "the others import it",
     "tiny.py": "the others import it",
 }

@@ -17,6 +17,8 @@ from fedsolve.auditing import Audit, Tally, count, judge
 from fedsolve.auditing.counting import Ranges
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import load
+from fedsolve.experiments.model_card import FILE as CARD
+from fedsolve.experiments.model_card import with_audits
 from fedsolve.experiments.run_folder import named_arrays
 from fedsolve.problem.problem import Problem
 from fedsolve.storage.atomic import write_atomically
@@ -75,7 +77,7 @@ class Audited:
     def judge(
         self, tally: Tally, confidence: float = 0.95, ranges: Ranges = None, sites: bool = True
     ) -> Audit:
-        """Judge the counts of all clients, and write `audit.json` into the folder.
+        """Judge the counts of all clients; write `audit.json`, and the verdicts to the model card.
 
         Args:
             tally: The counts.
@@ -88,8 +90,12 @@ class Audited:
         path = self.folder / FILE
         audits = read_audits(self.folder) | {self.run: found}
         text = json.dumps({name: each.to_json() for name, each in audits.items()}, indent=2)
+        card = self.folder / CARD
         try:
             write_atomically(path, f"{text}\n".encode())
+            if card.is_file():
+                told = with_audits(card.read_text(encoding="utf-8"), audits)
+                write_atomically(card, told.encode())
         except OSError as error:
             raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from None
         return found

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as as_safetensors
 
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.model_card import FILE as CARD
 from fedsolve.experiments.model_card import kind_of_model, model_card
 from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.problem.layout import name_of
@@ -116,7 +117,7 @@ def save(
         _save_models(path, labelled)
         title = str(config.get("title") or path.resolve().name)
         card = model_card(_evaluated(runs), title, facts, data_here)
-        write_atomically(path / "model_card.md", card.encode())
+        write_atomically(path / CARD, card.encode())
     write_atomically(path / "run.json", _json(facts))  # last: then all is there
 
 
