@@ -14,6 +14,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "adaptive_tolerance.py": "soft  0.1   0.99",
+    "attacks.py": "it was not executed",
     "cartpole.py": "Gymnasium, one environment",
     "cartpole_pictures.py": "Written to cartpole-sensitivity.png",
     "cartpole_sensitivity.py out.csv 3 1 few": "2 settings × 1",
