@@ -144,9 +144,10 @@ def test_every_set_of_samples_counts():
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"sample": 3}, "takes samples, evaluations, digits, memory, problems"),
+        ({"sample": 3}, "takes samples, evaluations, digits, memory, seconds, problems"),
         ({"memory": "much"}, "limits.memory must be a number"),
         ({"memory": 0.0}, "limits.memory must be positive"),
+        ({"seconds": -1.0}, "limits.seconds must be positive"),
         ({"samples": 0}, "limits.samples must be a whole number"),
         ({"digits": "all"}, "limits.digits must be a whole number"),
         ({"problems": "adult"}, "limits.problems takes a list"),

@@ -40,6 +40,7 @@ from fedsolve.flare.site_config import (
     read_owners_file,
     site_problem,
 )
+from fedsolve.privacy.exact import ExactSum
 from fedsolve.privacy.robust import Robust
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
@@ -68,7 +69,7 @@ def built(text: str) -> Experiment:
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     aggregation = experiment.options.get("aggregation")
-    if "privacy" in experiment.options or not isinstance(aggregation, Robust | None):
+    if "privacy" in experiment.options or not isinstance(aggregation, Robust | ExactSum | None):
         key = "privacy" if "privacy" in experiment.options else "aggregation=SecureSum"
         raise InvalidInput(
             f"A deployment does not have run.{key} yet: leave it out, or run a simulation."

@@ -116,7 +116,13 @@ def missing(sites: Mapping[str, Table]) -> dict[str, str]:
 
 def summary(sites: Mapping[str, Table]) -> Table:
     """Return a run's entry in `run.json`: `clients` is None if some site never told how many."""
-    return {"clients": clients_expected(sites), "missing": missing(sites), "sites": dict(sites)}
+    alarms = {site: alarm_texts(record) for site, record in sorted(sites.items())}
+    return {
+        "clients": clients_expected(sites),
+        "missing": missing(sites),
+        "alarms": {site: texts for site, texts in alarms.items() if texts},
+        "sites": dict(sites),
+    }
 
 
 def gaps(sites: Mapping[str, Table]) -> list[str]:
