@@ -23,6 +23,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "cluster/job.py --rounds 3": "1 processes",
     "costs.py": "| IncentFedAvg |",
     "deployment.py": "state as large as w: bare",
+    "exact_sums.py": "| 20 | 100 |",
     "experiment.py neyman-pearson out.csv": " s\n",
     "fedadmm_scale.py": "until the code's rule",
     "fedadmm_scale.py blocks": "as chosen",

@@ -103,7 +103,7 @@ def test_zeros_are_no_answer_that_is_repeated():
 
 @pytest.mark.parametrize(
     "compressor",
-    [fs.Identity(), fs.TopK(0.4), fs.Float("e4m3"), fs.RandK(0.5)],
+    [fs.Identity(), fs.TopK(0.4), fs.Float8(), fs.RandK(0.5)],
     ids=lambda c: type(c).__name__,
 )
 def test_norms_are_those_of_the_vectors(compressor):

@@ -53,7 +53,7 @@ class Level:
 
     def saved(self) -> list[float]:
         """Return the numbers from which it can be made again."""
-        return [self.most, self.lately, self.client, self.seen]
+        return [self.most, self.lately, self.client, float(self.seen)]
 
 
 class Alarms:
@@ -210,13 +210,15 @@ def norms_of(replies: PyTree) -> np.ndarray:
 
 def digests_of(clients: Iterable[int], replies: PyTree) -> dict[int, bytes]:
     """Return a digest of each client's answer; none of one that is zero."""
-    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(replies)]
+    leaves = [leaf.reshape(len(leaf), -1) for leaf in map(np.asarray, jax.tree.leaves(replies))]
+    told = [leaf for leaf in leaves if np.issubdtype(leaf.dtype, np.floating)] or leaves
+    some = np.logical_or.reduce([leaf.any(1) for leaf in told]) if told else []
     found = {}
     for place, client in enumerate(clients):
         digest = hashlib.blake2b(digest_size=8)
         for leaf in leaves:
             digest.update(leaf[place].tobytes())
-        found[client] = digest.digest() if any(np.any(leaf[place]) for leaf in leaves) else b""
+        found[client] = digest.digest() if len(some) and some[place] else b""
     return found
 
 
