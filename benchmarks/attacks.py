@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fedsolve.flare import processes
+from fedsolve.flare.provisioning import ADMIN, make_kits
 from tests.support.hospital_federation import HOSPITALS, Hospitals
 
 ROUNDS, LIES = 30, 10  # rounds of a run; that from which some lies begin
@@ -235,6 +237,13 @@ def two_servers(four: Attacked) -> str:
     return f"“{said.strip().splitlines()[-1].removeprefix('Error: ')[:60]}…”, exit status {status}"
 
 
+def foreign_administrator(four: Attacked) -> str:
+    port = tomllib.loads((four.place / "federation.toml").read_text())["port"]
+    kits = make_kits(four.place / "foreign", "localhost", port, ["east"])
+    status, said = four.command("status", "--kit", str(kits[ADMIN]))
+    return f"“{said.strip().splitlines()[-1].removeprefix('Error: ')}”, exit status {status}"
+
+
 def killed_site(four: Attacked) -> str:
     four.stop("west")
     status, said, facts, _ = four.submit(*four.settings, rounds=ROUNDS)
@@ -283,6 +292,7 @@ ATTACKS: list[Attack] = [
         configuration_with_code,
     ),
     ("plain connections to processes' own ports", "job channels accepted them", loopback),
+    ("the kit of another federation's administrator", "no sentence", foreign_administrator),
     ("a second server with the same kit", "both listened, no progress", two_servers),
     ("a site is killed before the run", "exit status 0, no word", killed_site),
     ("a stolen kit", "new kits for everybody", stolen_kit),

@@ -13,7 +13,7 @@ from fedsolve.cli import deploy as commands
 from fedsolve.flare import admin as module
 from fedsolve.flare import jobs, launcher
 from fedsolve.flare.admin import Admin
-from fedsolve.flare.processes import HOME, OWNER
+from fedsolve.flare.processes import HOME, OWNER, free_port
 from fedsolve.flare.provisioning import ADMIN, make_kits
 from fedsolve.storage.arrays import decode, encode
 from tests.support.deployment import experiment
@@ -126,6 +126,19 @@ def test_a_revoked_site_is_asked_no_more(monkeypatch):
     assert head == {"status": "refused", "reason": "its kit was revoked"}
 
 
+def test_a_server_that_is_not_there_is_named(tmp_path, monkeypatch):
+    """FLARE's own session would only say that it cannot connect."""
+    port = free_port()
+    kits = make_kits(tmp_path / "kits", "localhost", port, ["va"])
+
+    def fails(kit, timeout):
+        raise fs.InvalidInput("Cannot connect.")
+
+    monkeypatch.setattr(commands, "Admin", fails)
+    with pytest.raises(fs.InvalidInput, match=f"No server at localhost:{port}"):
+        commands.cancel("trial", str(kits[ADMIN]))
+
+
 def test_nobody_is_revoked_without_being_asked():
     with pytest.raises(fs.InvalidInput, match="to revoke it, add --yes"):
         commands.revoke("va", "kit", yes=False)
@@ -148,6 +161,9 @@ def test_kits_are_hardened_when_they_are_made(tmp_path):
         assert "fedsolve.flare.jobs.Coordinator" in resources["class_allow_list"]
         rights = json.loads((kit / "local/authorization.json").read_text())["permissions"]
         assert rights["project_admin"]["byoc"] == "none"
+        logs = json.loads((kit / "local/log_config.json").read_text())
+        assert logs["handlers"]["consoleHandler"]["level"] == "CRITICAL"
+        assert all(h["maxBytes"] < 10**7 for h in logs["handlers"].values() if "maxBytes" in h)
         channel = json.loads((kit / "local/comm_config.json").read_text())
         assert channel["internal"]["resources"]["connection_security"] == "mtls"
 

@@ -220,6 +220,8 @@ def prepare(kit: Path) -> None:
     for handler in logging.get("handlers", {}).values():
         if "maxBytes" in handler:
             handler |= LOG_SIZES
+    # Of FLARE's messages the owner can use hardly any; all are in the kit's own log files.
+    logging["handlers"]["consoleHandler"]["level"] = "CRITICAL"
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
     # The administrator may ask a job for news before the job can answer; that is not an error.
