@@ -58,21 +58,39 @@ def test_what_an_exchange_has_seen_counts_and_lies_do_not():
     alarms = Alarms()
     assert sizes(alarms, a=10, b=10, c=10) == {}
     assert sizes(alarms, a=1, b=1, c=10 * LEVEL) == {}  # as large as others were
-    for _ in range(3):
+    for _ in range(2):
         assert sizes(alarms, a=1, b=1, c=1e6) == {"c": True}
     again = Alarms()
     again.restore(alarms.saved())
-    assert sizes(again, a=1, b=LEVEL * LEVEL * 10) == {}  # c was at 60 before it lied
-    assert sizes(alarms, a=1, b=LEVEL * LEVEL * 10 + 1) == {"b": True}
+    for each in (alarms, again):
+        assert sizes(each, a=1, b=LEVEL * LEVEL * 10) == {}  # c was at 60 before it lied
+        assert sizes(each, a=1, b=LEVEL * 361) == {"b": True}
+        assert sizes(each, a=1, c=LEVEL * 361) == {"c": True}
+
+
+def settled(*levels, rounds=60):
+    """Three sites, of which the first two were at 100 and then at 1."""
+    alarms = Alarms()
+    for number in range(rounds):
+        known = [100.0 if number == 0 else 1.0] * 2
+        sizes(alarms, **dict(zip("abc", [*known, *levels], strict=False)))
+    return alarms
+
+
+def test_who_grows_or_has_lied_is_compared_with_what_others_send_now():
+    assert sizes(settled(50.0), a=1, b=1, c=50.0) == {}  # it has always been like that
+    assert sizes(settled(1.0), a=1, b=1, c=LEVEL + 0.1) == {"c": True}
+    assert sizes(settled(), a=1, b=1, c=50.0) == {}  # a new site
+    liar = settled()
+    assert sizes(liar, a=1, b=1, c=1e6) == {"c": True}
+    assert sizes(liar, a=1, b=1, c=LEVEL + 0.1) == {"c": True}
+    assert sizes(liar, a=1, b=1, c=LEVEL - 0.1) == {}
 
 
 def test_a_sudden_jump_is_noted_and_one_of_everybody_is_not():
     for others, found in ((1.0, {"c": False}), (2 * JUMP, {})):
-        alarms = Alarms()
-        sizes(alarms, a=100, b=100, c=100)
-        for _ in range(60):
-            sizes(alarms, a=1, b=1, c=1)
-        assert sizes(alarms, a=others, b=others, c=2 * JUMP) == found
+        alarms = settled(0.1)
+        assert sizes(alarms, a=others, b=others, c=0.1 * (JUMP + 1)) == found
     early = Alarms()
     for _ in range(SETTLED - 1):
         sizes(early, a=1, b=1, c=1)

@@ -24,7 +24,7 @@ from fedsolve.types import PyTree, Table, Vector
 
 REFUSE, NOTE = "refuse", "note"
 
-LEVEL = 6  # times the largest level that another site has ever had
+LEVEL = 6  # times the largest level of another site
 NUMBER = 100  # the same for single numbers, which may be near zero at some sites
 CLIENT = 20  # times the largest answer of a client at another site
 JUMP = 5  # times what a site sent lately, while the others ...
@@ -45,15 +45,23 @@ class Alarm(NamedTuple):
 class Level:
     """How large a site's answers in one exchange are: their medians over its clients."""
 
-    def __init__(self, most: float = 0.0, lately: float = 0.0, client: float = 0.0, seen: int = 0):
+    def __init__(
+        self,
+        most: float = 0.0,
+        lately: float = 0.0,
+        client: float = 0.0,
+        seen: float = 0.0,
+        refused: float = 0.0,
+    ):
         self.most = most  # the largest median so far
         self.lately = lately  # the largest one, faded
         self.client = client  # the largest answer of one client so far
         self.seen = seen  # answers so far
+        self.refused = refused  # and those that were refused
 
     def saved(self) -> list[float]:
         """Return the numbers from which it can be made again."""
-        return [self.most, self.lately, self.client, float(self.seen)]
+        return [self.most, self.lately, self.client, self.seen, self.refused]
 
 
 class Alarms:
@@ -88,8 +96,11 @@ class Alarms:
             alarm = self._too_large(name, site, now[site], largest, others, numbers)
             if alarm is not None:
                 found[site] = alarm
-        for site in now.keys() - {site for site, alarm in found.items() if alarm.refused}:
+        for site in now:
             level = levels.setdefault(site, Level())
+            if site in found and found[site].refused:
+                level.refused += 1
+                continue
             level.most = max(level.most, now[site])
             level.lately = max(now[site], FADES * level.lately)
             level.client = max(level.client, float(np.max(norms[site])))
@@ -107,20 +118,23 @@ class Alarms:
     ) -> Alarm | None:
         """Return what is wrong with the level and the largest of a site's answers, if anything."""
         levels = self._levels[name]
+        mine = levels.get(site, Level())
         before = [level for other, level in levels.items() if other != site]
         most = max([*others.values(), *(level.most for level in before)], default=0.0)
         if most <= 0:
             return None  # there is nothing to compare with
         times = NUMBER if numbers else LEVEL
-        if own > times * most:
-            why = f"{name} is more than {times} times as large as other sites' ever was"
+        lately = max([*others.values(), *(level.lately for level in before)], default=0.0)
+        grew = mine.seen >= SETTLED and own > STEADY * mine.lately
+        # A site where the others' optimum is none stays as large as it was.
+        if own > times * (lately if grew or mine.refused else most):
+            why = f"{name} is more than {times} times as large as other sites'"
             return Alarm(why, self.refuses)
         times = NUMBER if numbers else CLIENT
         if largest > times * max([most, *(level.client for level in before)]):
             why = f"a client's {name} is more than {times} times as large as any at other sites"
             return Alarm(why, self.refuses)
-        mine = levels.get(site)
-        if numbers or mine is None or mine.seen < SETTLED or mine.lately <= 0:
+        if numbers or mine.seen < SETTLED or mine.lately <= 0:
             return None
         known = {o: levels[o].lately for o in others if o in levels and levels[o].lately > 0}
         grown = max((others[o] / lately for o, lately in known.items()), default=math.inf)
@@ -166,10 +180,7 @@ class Alarms:
     def restore(self, table: Table) -> None:
         """Continue from a table."""
         self._levels = {
-            name: {
-                site: Level(most, lately, client, int(seen))
-                for site, (most, lately, client, seen) in sites.items()
-            }
+            name: {site: Level(*numbers) for site, numbers in sites.items()}
             for name, sites in table.items()
         }
 
