@@ -7,6 +7,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from nvflare.apis.fl_context import FLContext
+from nvflare.fuel.flare_api.flare_api import Session
 
 import fedsolve as fs
 from fedsolve.cli import deploy as commands
@@ -21,7 +23,7 @@ from tests.support.deployment import experiment
 pytestmark = pytest.mark.filterwarnings("ignore")  # FLARE's own
 
 
-class Server:
+class Server(Session):
     """A server with one running job, as the administrator's session sees it."""
 
     def __init__(self, jobs=(), news=()):
@@ -193,7 +195,7 @@ def test_a_lost_job_process_is_told_once(monkeypatch, capsys):
     monkeypatch.setattr(
         launcher.ClientProcessJobLauncher, "launch_job", lambda self, meta, context: Handle()
     )
-    handle = launcher.TolerantLauncher.launch_job(object.__new__(launcher.TolerantLauncher), {}, {})
+    handle = object.__new__(launcher.TolerantLauncher).launch_job({}, FLContext())
     assert [handle.poll() for _ in range(3)] == [0, *[launcher.JobReturnCode.UNKNOWN] * 2]
     assert capsys.readouterr().err.count("killed, or out of memory") == 1
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fedsolve.compression.clipping import dense, is_packet
+from fedsolve.compression.packets import weighted_sum
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.rules import Context, Rule, SumsOnly
@@ -79,11 +80,13 @@ def exact_sum(terms: Float[Array, "m ..."]) -> Float[Array, "..."]:
         raise InvalidInput(f"{len(terms)} answers are too many for exact sums in {terms.dtype}.")
     # A product that became part of a later addition would be rounded once less.
     rest, sums = jax.lax.optimization_barrier(terms), []
+    ones = jnp.ones(len(terms), terms.dtype)
     for _ in range(math.ceil((digits + 1 + room) / kept)):
         _, exponent = jnp.frexp(jnp.max(jnp.abs(rest), axis=0))
-        whole = jnp.round(jnp.ldexp(rest, kept - exponent))  # less than 2^kept
-        sums.append(jnp.ldexp(jnp.sum(whole, axis=0), exponent - kept))
-        rest = rest - jnp.ldexp(whole, exponent - kept)
+        grid = jnp.ldexp(jnp.full(exponent.shape, 1.5, terms.dtype), exponent + room)
+        piece = (rest + grid) - grid  # rounded to the last digit of the grid
+        sums.append(weighted_sum(ones, piece))
+        rest = rest - piece
     total = sums.pop()
     while sums:
         total = sums.pop() + total
