@@ -31,12 +31,14 @@ NOW = {  # by attack: what its row says
 }
 
 
-def test_every_attack_is_refused_or_noted():
+@pytest.mark.parametrize("first", [0, 5, 10])
+def test_every_attack_is_refused_or_noted(first):
     spec = importlib.util.spec_from_file_location("attacks", ROOT / "benchmarks/attacks.py")
     attacks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(attacks)
+    assert len(attacks.ATTACKS) == len(NOW) == 15
     table = []
-    for row in attacks.rows(attacks.ATTACKS):
+    for row in attacks.rows(attacks.ATTACKS[first : first + 5]):
         print(row, flush=True)
         table.append(row)
     wrong = [
@@ -45,4 +47,4 @@ def test_every_attack_is_refused_or_noted():
         if not any(row.startswith(f"| {name}") and re.search(now, row) for name, now in NOW.items())
     ]
     assert not wrong, "\n".join(wrong)
-    assert len(table) == 2 + len(NOW)
+    assert len(table) == 7

@@ -186,11 +186,17 @@ def test_the_server_says_which_runs_are_unfinished(tmp_path, monkeypatch, capsys
 
 
 def test_a_lost_job_process_is_told_once(monkeypatch, capsys):
-    class Handle:
+    class Handle(launcher.JobHandleSpec):
         codes = iter([0, *[launcher.JobReturnCode.EXECUTION_ERROR] * 2])
 
         def poll(self):
             return next(self.codes)
+
+        def terminate(self):
+            """As the base class wants it."""
+
+        def wait(self):
+            """The same."""
 
     monkeypatch.setattr(
         launcher.ClientProcessJobLauncher, "launch_job", lambda self, meta, context: Handle()

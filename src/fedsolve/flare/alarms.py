@@ -164,7 +164,7 @@ class Alarms:
                 last[client] = digest, counts[-1]
             while len(last) > MOST_WATCHED:
                 last.pop(next(iter(last)))
-            same[site] = min(counts, default=0)
+            same[site] = min(counts)
         if min(same.values(), default=0) > 0:
             return {}  # nobody's change
         why = f"{name} is the same in round after round, while w moves and others' changes"
