@@ -61,7 +61,7 @@ def lied(attack, data):
             value *= -10
         if update and attack in ("1e4", "1e30") and late:
             value *= float(attack)
-        if update and attack == "first":
+        if name.startswith("reply") and attack == "first":
             value[...] = FIRST.setdefault((head["exchange"], name), value.copy())
         if attack == "feasible" and real and value.ndim == 1:
             value[...] = -1000.0

@@ -18,7 +18,7 @@ NOW = {  # by attack: what its row says
     "1e4 ×": r"south: its answer to 'improve' .* \(refused\)",
     "1e30 ×": r"south: its answer to 'improve' .* \(refused\)",
     "its first reply": r"south: .* is the same in round after round.* \(noted\)",
-    "it says g": r"south: .*constraint is more than.* over 6 of 8",
+    "it says g": r"south: its answer to 'measure' is more than.* over 6 of 8",
     "it claims": r"9000000 clients.*the others played 30 rounds, exit status 3",
     "a curious server": r"\b[01] of 62 were answered",
     "a job that needs": r"more memory than its owner allows|ended without a round",
