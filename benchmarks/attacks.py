@@ -215,8 +215,11 @@ def loopback(four: Attacked) -> str:
     """Try the ports at which processes of the federation listen, as another user would."""
     ports = set()
     for process in four.started.values():
-        for each in [process.pid, *(p.pid for p in psutil.Process(process.pid).children(True))]:
-            for connection in psutil.Process(each).net_connections("tcp"):
+        if process.poll() is not None:
+            continue
+        command = psutil.Process(process.pid)
+        for each in [command, *command.children(recursive=True)]:
+            for connection in each.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     ports.add(connection.laddr.port)
     closed = 0
