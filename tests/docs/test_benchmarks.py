@@ -14,6 +14,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "adaptive_tolerance.py": "soft  0.1   0.99",
+    "attacks.py": "it was not executed",
     "cartpole.py": "Gymnasium, one environment",
     "cartpole_pictures.py": "Written to cartpole-sensitivity.png",
     "cartpole_sensitivity.py out.csv 3 1 few": "2 settings × 1",
@@ -23,6 +24,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "constrained.py neyman-pearson": "| Safe-EF, Top-K 0.1 |",
     "costs.py": "| IncentFedAvg |",
     "deployment.py": "state as large as w: bare",
+    "exact_sums.py": "| 20 | 100 |",
     "experiment.py neyman-pearson out.csv": " s\n",
     "fedadmm_scale.py": "until the code's rule",
     "fedadmm_scale.py blocks": "as chosen",

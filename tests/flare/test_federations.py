@@ -305,7 +305,7 @@ def test_the_commands_of_an_owner(tmp_path):
         status, told = done("status", "--kit", admin)
         assert status == 0
         assert "site north" in told
-        assert "job first: FINISHED" in told
+        assert "run first: finished" in told
         # The server's machine goes down in the middle of a run: one command goes on with it, and
         # does not wait for a job that FLARE still believes to run.
         words[words.index("5")] = "80"

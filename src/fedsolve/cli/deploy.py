@@ -98,22 +98,37 @@ def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
         admin = _kit(admin_kit, "fed_admin.json")
         threading.Thread(target=_continue_runs, args=(place, admin, own), daemon=True).start()
     start = functools.partial(start_server, place, own)
-    return _foreground(start, place, "the server is running; stop it with Ctrl-C")
+    status = _foreground(start, place, "the server is running; stop it with Ctrl-C")
+    if left := ", ".join(path.name for path in _unfinished(place)):
+        terminal.out.print(
+            f"Not finished: {left}. To go on, start the server with --kit ADMIN_KIT, or submit a"
+            " run again with its --run.",
+            markup=False,
+            soft_wrap=True,
+        )
+    return status
+
+
+def _unfinished(kit: Path) -> list[Path]:
+    """Return the folders of runs on a server that have not ended."""
+    runs = [path.parent for path in (kit / "fedsolve" / "runs").glob("*/experiment.json")]
+    return sorted(
+        run for run in runs if not any((run / mark).exists() for mark in ("done", CANCELLED))
+    )
 
 
 def _continue_runs(kit: Path, admin_kit: Path, owners: Path | None) -> None:
     """Supervise the runs that were not finished when the server went down."""
     names = [] if owners is None else allowed_names(read_owners_file(owners))
-    for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
-        run = kept.parent.name
-        if not any((kept.parent / mark).exists() for mark in ("done", CANCELLED)):
-            terminal.out.print(f"continuing {run}", markup=False)
-            try:
-                experiment = resolve(run, json.loads(kept.read_text()), names)
-                ending = _continued(Admin(admin_kit), experiment, run)
-                terminal.out.print(f"{run} is {ending}", markup=False)
-            except InvalidInput as error:
-                terminal.out.print(f"{run}: {error}", markup=False)
+    for home in _unfinished(kit):
+        run, kept = home.name, home / "experiment.json"
+        terminal.out.print(f"continuing {run}", markup=False)
+        try:
+            experiment = resolve(run, json.loads(kept.read_text()), names)
+            ending = _continued(Admin(admin_kit), experiment, run)
+            terminal.out.print(f"{run} is {ending}", markup=False)
+        except InvalidInput as error:
+            terminal.out.print(f"{run}: {error}", markup=False)
 
 
 def _continued(admin: Admin, experiment: Experiment, run: str) -> str:
@@ -158,7 +173,7 @@ def submit(
     """Submit a run, or find it by its name; follow it and fetch its results."""
     run = new_run_name() if run is None else run
     check_run_name(run)
-    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
+    admin = _connected(kit)
     folder, tracking = _new_folder(experiment, out_dir, track, run)
     sites = _sites(experiment)
     terminal.out.print(
@@ -194,9 +209,32 @@ def _fetched(admin: Admin, job: str, experiment: Experiment) -> tuple[Runs, Reco
         return saved_runs(*place), participations(*place)
 
 
+def _connected(kit: str) -> Admin:
+    """Connect as the administrator; raise with the reason if the server does not accept the kit."""
+    place = _kit(kit, "fed_admin.json")
+    try:
+        return Admin(place, timeout=CONNECT_TIMEOUT)
+    except InvalidInput:
+        check_connection(place)
+        raise
+
+
+def revoke(site: str, kit: str, yes: bool) -> None:
+    """Let nobody take part with a site's kit any more."""
+    text = (
+        f"Nobody can take part as {site} any more, in no run and with no kit. To take the owner in"
+        " again, make a kit with another name (`deploy init`)."
+    )
+    _ask(text, f"Revoke {site}?", "revoke it", yes)
+    admin = _connected(kit)
+    admin.revoke(site)
+    terminal.out.print(f"{site} was revoked.", markup=False)
+    admin.close()
+
+
 def cancel(run: str, kit: str) -> None:
     """End a run for good."""
-    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
+    admin = _connected(kit)
     admin.cancel(run)
     terminal.out.print(f"{run} was cancelled.", markup=False)
     admin.close()
@@ -207,10 +245,14 @@ def ask_admin(what: str, kit: str, yes: bool = False) -> None:
 
     Before it stops anything it asks, unless told `yes`.
     """
-    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
+    admin = _connected(kit)
     if what == "stop":
-        if not (yes or _agreed(", ".join(sorted(admin.sites())))):
-            raise InvalidInput("Nothing was stopped.")
+        sites = ", ".join(sorted(admin.sites())) or "none is connected"
+        text = (
+            f"This stops the server and its sites ({sites}), and the runs that are going on. Each"
+            " site's owner has to start it again. To end one run, use `deploy cancel RUN`."
+        )
+        _ask(text, "Stop all of it?", "stop all of it", yes)
         admin.shut_down()
         terminal.out.print("The server and all sites were told to stop.")
     else:
@@ -219,21 +261,16 @@ def ask_admin(what: str, kit: str, yes: bool = False) -> None:
     admin.close()
 
 
-def _agreed(sites: str) -> bool:
-    """Ask whether to stop the server and all sites; raise if nobody can answer."""
-    terminal.out.print(
-        f"This stops the server and its sites ({sites or 'none is connected'}), and the runs that"
-        " are going on. Each site's owner has to start it again. To end one run, use `deploy"
-        " cancel RUN`.",
-        markup=False,
-        soft_wrap=True,
-    )
+def _ask(text: str, question: str, what: str, yes: bool) -> None:
+    """Ask before something is done, unless told `yes`; raise if it is not to be done."""
+    if yes:
+        return
+    terminal.out.print(text, markup=False, soft_wrap=True)
     if not sys.stdin.isatty():
-        raise InvalidInput("Nobody can answer here: to stop all of it, add --yes.")
-    return terminal.out.input("Stop all of it? [y/N] ", markup=False).strip().lower() in (
-        "y",
-        "yes",
-    )
+        raise InvalidInput(f"Nobody can answer here: to {what}, add --yes.")
+    answer = terminal.out.input(f"{question} [y/N] ", markup=False).strip().lower()
+    if answer not in ("y", "yes"):
+        raise InvalidInput("Nothing was done.")
 
 
 def _write(

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import shlex
 import signal
 import sys
@@ -37,6 +38,7 @@ from fedsolve.solving.checkpoint import how_often
 from fedsolve.solving.interrupt import Flag, interrupted_by
 
 T = TypeVar("T")
+ADDRESS_SPACE = 4 * 2**30  # bytes that JAX's and FLARE's threads reserve, with some room
 ADMIN_KIT = "--kit, the administrator's kit"
 
 app = typer.Typer(
@@ -64,9 +66,21 @@ Set = Annotated[
 def main() -> None:
     """Run a command; for wrong input, print one sentence and exit with status 2."""
     try:
+        _check_address_space()
         app()
     except InvalidInput as error:
         fail(str(error), 2)
+
+
+def _check_address_space() -> None:
+    """Raise if the shell allows less than compiled programs take, which would end in an abort."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE:
+        raise InvalidInput(
+            f"This shell allows a process {most / 2**30:.2g} GiB of addresses (`ulimit -v`), and"
+            f" Fedsolve takes {ADDRESS_SPACE / 2**30:.2g} or more, most of which is never used:"
+            " limit the memory of a container or of a user's slice instead."
+        )
 
 
 @app.callback(invoke_without_command=True)
@@ -367,10 +381,13 @@ def _range(text: str) -> tuple[float, float]:
 def deploy(
     what: Annotated[
         str,
-        typer.Argument(help="An experiment; or init, server, site, submit, status, cancel, stop."),
+        typer.Argument(
+            help="An experiment; or init, server, site, submit, status, cancel, revoke, stop."
+        ),
     ],
     target: Annotated[
-        str | None, typer.Argument(help="A federation's TOML, a kit, an experiment or a run.")
+        str | None,
+        typer.Argument(help="A federation's TOML, a kit, an experiment, a run or a site."),
     ] = None,
     set: Set = None,
     local: Annotated[int | None, typer.Option(help="This many sites on this machine.")] = None,
@@ -388,7 +405,7 @@ def deploy(
         list[str] | None,
         typer.Option(metavar="mlflow[=ADDRESS]", help="Send the history to a tracker."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Stop without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Stop or revoke without asking.")] = False,
     allow: Allow = None,
 ) -> None:
     """Run an experiment as a real federation over NVIDIA FLARE."""
@@ -401,12 +418,12 @@ def deploy(
     logging.disable(logging.ERROR)  # FLARE's own messages
     status = 0
     try:
-        if what in ("init", "server", "site", "status", "cancel", "stop"):
+        if what in ("init", "server", "site", "status", "cancel", "revoke", "stop"):
             status = _deployment(what, target, data, kit, out_dir, yes)
         else:
             submitted = what == "submit"
             name = _needed(target, "an experiment") if submitted else what
-            words = "--local N, or one of init, server, site, submit, status, cancel, stop"
+            words = "--local N, or one of init, server, site, submit, status, cancel, revoke, stop"
             sites = None if submitted else _needed(local, words)
             experiment = load(name, set, rounds, seed, allow or [])
             status = _deployed(experiment, sites, kit, run_name, out_dir, track or [])
@@ -444,6 +461,8 @@ def _deployment(
         return commands.site(_needed(target, "the site's kit"), owners)
     elif what == "cancel":
         commands.cancel(_needed(target, "a run's name"), _needed(kit, ADMIN_KIT))
+    elif what == "revoke":
+        commands.revoke(_needed(target, "a site's name"), _needed(kit, ADMIN_KIT), yes)
     else:
         commands.ask_admin(what, _needed(kit, ADMIN_KIT), yes)
     return 0

@@ -50,7 +50,8 @@ PARTS_OF_RUN: dict[str, Mapping[str, Callable[..., object]]] = {
     "privacy": PRIVACY,
 }
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
-DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience")
+DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience", "alarms")
+ALARMS = ("refuse", "note")  # what a server does about answers out of all proportion
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
@@ -421,6 +422,10 @@ def _check_deploy(key: str, value: object) -> None:
     name = f"deploy.{key}"
     if key == "sites":
         check_count(name, value)
+        return
+    if key == "alarms":
+        if value not in ALARMS:
+            raise InvalidInput(f"{name} is one of {', '.join(ALARMS)}, got {value!r}.")
         return
     number = scalar(name)(value)
     check_positive(name, number, zero=key in ("quorum", "patience"))

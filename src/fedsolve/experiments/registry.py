@@ -25,7 +25,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed
 from fedsolve.federation.clock import LogNormal, Mixture
 from fedsolve.fields import check_kind
-from fedsolve.privacy import Clipped, Krum, Median, Private, SecureSum, Trimmed
+from fedsolve.privacy import Clipped, ExactSum, Krum, Median, Private, SecureSum, Trimmed
 from fedsolve.problem.problem import Problem
 from fedsolve.solving.stopping import (
     NearFedADMM,
@@ -70,7 +70,7 @@ PARTICIPATION = _subclasses(
 )
 DISTRIBUTIONS = _by_name(LogNormal, Mixture)
 RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum, NearFedADMM, Spent)
-AGGREGATIONS = _by_name(Trimmed, Median, Clipped, Krum, SecureSum)
+AGGREGATIONS = _by_name(Trimmed, Median, Clipped, Krum, SecureSum, ExactSum)
 PRIVACY = _by_name(Private)
 PARTS: dict[str, Callable[..., object]] = {
     **COMPRESSORS,

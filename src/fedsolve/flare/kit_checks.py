@@ -37,13 +37,24 @@ def check_certificate(kit: Path) -> None:
 
 
 def check_connection(kit: Path, timeout: float = 8.0) -> None:
-    """Raise if a site's server cannot be reached or does not accept the site's certificate."""
+    """Raise if the server cannot be reached or does not accept the certificate of a kit.
+
+    Args:
+        kit: The kit of a site or of the administrator.
+        timeout: Seconds to wait for the server.
+    """
     startup = kit / "startup"
     try:
-        servers = json.loads((startup / "fed_client.json").read_text())["servers"]
-        target = servers[0]["service"]["target"]
+        if (own := startup / "fed_admin.json").exists():
+            admin = json.loads(own.read_text())["admin"]
+            target = f"{admin['host']}:{admin['port']}"
+        else:
+            servers = json.loads((startup / "fed_client.json").read_text())["servers"]
+            target = servers[0]["service"]["target"]
     except (OSError, KeyError, IndexError, ValueError) as error:
-        raise InvalidInput(f"{kit} is not a site's kit: {error}.") from error
+        raise InvalidInput(f"{kit} is not a kit of a site or of the administrator: {error}.") from (
+            error
+        )
     host, _, port = target.rpartition(":")
     rejects = f"The server at {target} rejects this kit"
     try:

@@ -33,7 +33,7 @@ from fedsolve.flare.supervisor import (
 
 SERVER = "localhost"
 # All data are on this machine, and results are to be those of the simulation.
-NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\n"
+NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\nseconds = 1e6\n"
 RUN = "local"  # the name of the only run of `deploy_local`
 
 
