@@ -58,7 +58,7 @@ class Audited:
         self.problem: Problem
         self.algorithm: Algorithm
         self.problem, self.algorithm = experiment.cell(*names[self.run])
-        self.params = _saved_params(self.folder, self.run, model, self.problem)
+        self.params = saved_params(self.folder, self.run, model, self.problem)
 
     def count(
         self, test_clients: object, names: Sequence[str] | None = None, ranges: Ranges = None
@@ -121,7 +121,7 @@ def read_counts(paths: Sequence[Path]) -> Tally:
     return found
 
 
-def _saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree:
+def saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree:
     """Return the saved parameters of a run, in the problem's own structure."""
     if model not in MODELS:
         raise InvalidInput(f"model must be one of {', '.join(MODELS)}, got {model!r}.")
