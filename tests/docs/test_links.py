@@ -1,6 +1,7 @@
 """Links between pages, pictures and sections lead somewhere."""
 
 import re
+import unicodedata
 
 import pytest
 
@@ -11,14 +12,16 @@ BUILT = {"docs/notebooks"}  # made when the docs are built
 
 
 def slug(title):
-    """The anchor that mkdocs and GitHub give a heading."""
+    """The anchor that mkdocs gives a heading."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
-    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", text.strip().lower()))
+    ascii = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii).strip().lower())
 
 
 def anchors(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return {slug(title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
+    found = {slug(title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
+    return found | {*re.findall(r'id="([^"]+)"', text)} | {*re.findall(r"\{ ?#([^ }]+)", text)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
