@@ -8,7 +8,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 PAGES = ("start", "tutorials/problem", "tutorials/compression", "tutorials/bargain")
 HERE = Path(__file__).parent
@@ -42,9 +48,15 @@ def write(folder: Path) -> list[Path]:
     return found
 
 
-def on_post_build(config: dict[str, str], **_: object) -> None:
-    """Write the notebooks beside the pages (a hook of mkdocs)."""
-    write(Path(config["site_dir"]) / "notebooks")
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the notebooks to the pages (a hook of mkdocs)."""
+    from mkdocs.structure.files import File
+
+    with tempfile.TemporaryDirectory() as folder:
+        for path in write(Path(folder)):
+            content = path.read_text(encoding="utf-8")
+            files.append(File.generated(config, f"notebooks/{path.name}", content=content))
+    return files
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_the_text_of_a_table_has_every_number(swept, monkeypatch):
         assert name in text
     for name in ("objective", "constraint"):
         for value in swept.table[name]:
-            assert f"{value:.5f}" in text
+            assert f"{value:.6f}" in text
     assert repr(swept) == text
     assert "objective" in swept._repr_html_()
 

@@ -53,13 +53,12 @@ class Bar:
 
 def default_bar() -> Bar | None:
     """Return a bar if somebody looks: in a terminal or a notebook, in one process."""
-    if os.environ.get(HIDDEN) == "0" or jax.process_index() != 0:
+    in_notebook, in_terminal = _in_notebook(), sys.stderr is not None and sys.stderr.isatty()
+    if not (in_notebook or in_terminal) or os.environ.get(HIDDEN) == "0":
         return None
-    if _in_notebook():
-        return Bar(_notebook_line())
-    if sys.stderr is not None and sys.stderr.isatty():
-        return Bar(_terminal_line)
-    return None
+    if jax.process_index() != 0:
+        return None
+    return Bar(_notebook_line() if in_notebook else _terminal_line)
 
 
 def _in_notebook() -> bool:

@@ -249,7 +249,7 @@ class Run:
         last = {k: v[-1] for k, v in self.history.items() if np.ndim(v) == 1 and len(v)}
         said = judgement(self.history, float(self.algorithm.feasible_up_to))
         name = f"{type(self.algorithm).__name__}, seed {self.seed}, {self.seconds:.1f} s"
-        return html_table(name, {k: f"{v:.6g}" for k, v in last.items()}, said)
+        return html_table(name, {k: f"{float(v):.6g}" for k, v in last.items()}, said)
 
     def to_csv(self, path: str | Path) -> None:
         """Write the history as a CSV file, one row for each evaluated round.
@@ -442,7 +442,7 @@ class Sweep:
 
     def _repr_html_(self) -> str:
         """Return the table."""
-        return self.table.to_html(max_cols=None, index=False, float_format="%.6g")
+        return str(self.table._repr_html_())
 
     def _frame(self, choose: Callable[[History], Columns]) -> DataFrame:
         labels = [{k: _label(v) for k, v in run.settings.items()} for run in self.runs]

@@ -22,6 +22,9 @@ def whole(frame: DataFrame) -> DataFrame:
         def __repr__(self) -> str:
             return self.to_string(line_width=shutil.get_terminal_size().columns)
 
+        def _repr_html_(self) -> str:
+            return self.to_html(index=False, float_format="{:.6g}".format)
+
     return Whole(frame)
 
 
