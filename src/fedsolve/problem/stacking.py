@@ -80,7 +80,6 @@ def _stack(clients: Sequence[PyTree]) -> Samples:
     return Samples(jax.tree.map(lambda *leaves: _pad(leaves), *clients), _mask_of(clients))
 
 
-<<<<<<< HEAD
 MUCH = 256 * 2**20  # bytes of padded data below which nobody is warned
 MANY = 4  # times the size of the data
 
@@ -102,10 +101,7 @@ def _warn_of_padding(clients: Sequence[PyTree]) -> None:
     )
 
 
-def _leaves(mask: Mask) -> list[Any]:
-=======
 def _leaves(mask: Mask) -> list[PyTree]:
->>>>>>> main
     """Return the mask's leaves; for no mask, one leaf without axes."""
     return jax.tree.leaves(mask) or [None]
 
