@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from equinox import is_array
 from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -132,10 +133,11 @@ def saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree
         raise InvalidInput(f"{folder} has no parameters in {path.name} to audit.") from None
     part = "average" if model == "average" else "params"
     prefixes = [f"{run}/{part}", *([run] if model == "best" else [])]
+    params = jax.tree.map(lambda x: np.asarray(x) if is_array(x) else x, problem.params)
     for prefix in prefixes:
-        wanted = named_arrays(prefix, problem.params)
+        wanted = named_arrays(prefix, params)
         if wanted and wanted.keys() <= arrays.keys():
-            leaves, structure = jax.tree.flatten(problem.params)
+            leaves, structure = jax.tree.flatten(params)
             found = iter([arrays[name] for name in wanted])
             return structure.unflatten(
                 [next(found) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
