@@ -140,12 +140,13 @@ def runs_of(
     grid: dict[str, list[float]],
 ) -> list[fs.Run]:  # fmt: skip
     """Run all settings of a grid for a seed, until the budget of bytes is used up."""
+    settings: dict[str, Any] = dict(grid)
     if budget is not None:
         rounds = max(
-            int(budget // spent(fs.sweep(problem, algorithm, 1, [seed], **grid).runs[0])), 1
+            int(budget // spent(fs.sweep(problem, algorithm, 1, [seed], **settings).runs[0])), 1
         )
     every = max(rounds // EVALUATIONS, 1)
-    return fs.sweep(problem, algorithm, rounds, [seed], evaluate_every=every, **grid).runs
+    return fs.sweep(problem, algorithm, rounds, [seed], evaluate_every=every, **settings).runs
 
 
 def measured(name: str, case: Case, chosen: dict[str, object], runs: Sequence[fs.Run]) -> Any:
@@ -198,7 +199,7 @@ def table(case: Case) -> pd.DataFrame:
             for seed in range(1, case.seeds)
             for run in runs_of(problems[seed], algorithm, seed, budget, case.rounds, chosen)
         ]
-        rows.append(measured(name, case, combinations[best], [tried[best], *rest]))
+        rows.append(measured(name, case, dict(combinations[best]), [tried[best], *rest]))
         print(rows[-1], flush=True)
     return pd.DataFrame(rows)
 
