@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import html
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,3 +133,13 @@ def check_kind(name: str, value: object, kind: type[Value]) -> Value:
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise InvalidInput(f"{name} must be {article} {kind.__name__}, got {value!r}.")
     return value
+
+
+def html_table(title: str, rows: Mapping[str, str], note: str = "") -> str:
+    """Return a small table for notebooks, with a title and a note below it."""
+    lines = [
+        f'<tr><th style="text-align:left">{html.escape(k)}</th><td>{html.escape(v)}</td></tr>'
+        for k, v in rows.items()
+    ]
+    end = f"<p>{html.escape(note)}</p>" if note else ""
+    return f"<b>{html.escape(title)}</b><table>{''.join(lines)}</table>{end}"

@@ -70,6 +70,7 @@ class SiteClients:
         say: Called with a sentence for this machine's owner if a question is refused, or if the
             answer cannot be used.
         guard: The owner's limits; None for none.
+        seen: Called with a round that is evaluated, and the parameters.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class SiteClients:
         precision: str | None = None,
         say: Callable[[str], None] = lambda sentence: None,
         guard: Guard | None = None,
+        seen: Callable[[int, Vector], None] | None = None,
     ):
-        self._say, self._guard = say, guard
+        self._say, self._guard, self._seen = say, guard, seen
         self._lock = threading.Lock()
         self._game = game_of(algorithm)
         self._precision = precision
@@ -187,6 +189,8 @@ class SiteClients:
         at = jnp.int32(round), jnp.int32(first)
         values = self._evaluate(jnp.asarray(self._w), self._seed, *at, state, memory)
         self._check_finite("the objective or the constraint", values)
+        if self._seen is not None:
+            self._seen(round, self._w)
         return {"values": values if self._guard is None else self._guard.values(values)}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:

@@ -44,6 +44,7 @@ from fedsolve.solving.checkpoint import Checkpoint, Checkpoints, exists, fingerp
 from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.options import Options, Progress
+from fedsolve.solving.progress_bar import default_bar
 from fedsolve.solving.result import Run, concluded
 from fedsolve.types import PyTree
 
@@ -63,7 +64,7 @@ def solve(
     checkpoint_every: int | str | None = None,
     resume: State | Checkpoint | str | Path | None = None,
     stop: Stop | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     interrupted: Callable[[], bool] | None = None,
     follow: Mapping[str, object] | None = None,
     clock: Clock | None = None,
@@ -99,7 +100,9 @@ def solve(
             name). It is looked at after every evaluation; `run.rounds` says how many rounds were
             played.
         progress: Called about twice a second with (rounds done, rounds, newest entries of the
-            history); where a run is resumed from a file, first with the entries that it has.
+            history); where a run is resumed from a file, first with the entries that it has. By
+            default a line with the newest values in terminals and notebooks, for runs of more
+            than a second; False shows none.
         interrupted: Called about twice a second; True ends the run as Ctrl-C does.
         follow: By name, functions of (problem, params) that see the whole problem, such as
             `fs.theory.skewness`; computed with the objective, inside the compiled program.
@@ -133,6 +136,8 @@ def solve(
         >>> run.history["objective"].shape
         (5,)
     """
+    bar = default_bar() if progress is None or progress is True else None
+    progress = progress if callable(progress) else bar
     options = Options(
         rounds,
         seed,
@@ -162,6 +167,8 @@ def solve(
     began = time.perf_counter() - (saved.seconds if isinstance(saved, Checkpoint) else 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lost_process(checkpoint))
+        if bar is not None:
+            stack.callback(bar.close)
         dtype = stack.enter_context(precision_of(precision))
         made = _made(problem, algorithm, options, round_options, dtype, stack)
         ledger = None if plan is None else plan.ledger
