@@ -193,6 +193,8 @@ def test_measures():
         "reward@30 steps": 2,  # only other variants have them: rounds
         "constraint": 0.3,
         "over": 0.5,
+        "worst": 0.4,
+        "step_size": 0.1,
         "deviation": 0.1,
         "violations": 2,
         "CR": 200,

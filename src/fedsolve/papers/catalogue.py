@@ -31,6 +31,9 @@ class Entry:
       with nothing to run. `note` says what is missing, or where the settings are.
     - `set` changes keys of the experiments, `variants` selects some of them; `quick` has both for
       the small version, its minutes, and its own `columns` and `against`, if any.
+    - `steps` to try for every variant but those of the experiments that are `fixed`; `tuning` has
+      the rule that chooses one. `steps_seeds`: with how many of the seeds, by default with all. The
+      small version takes the experiments' own steps.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` if it needs a GPU.
     - `picture`: `curves`, `trade-off`, or `rounds` (until a rule stopped the run).
     - `band`: the half-width of bands in standard deviations; None: from the least to the greatest.
@@ -52,6 +55,9 @@ class Entry:
     set: Mapping[str, object] = dataclasses.field(default_factory=dict)
     variants: Sequence[str] = ()
     quick: Table = dataclasses.field(default_factory=dict)
+    steps: Sequence[float | int] = ()
+    steps_seeds: int | None = None
+    fixed: Sequence[str] = ()
     minutes: float | int = 0.0
     gpu_minutes: float | int = 0.0
     picture: str = "curves"

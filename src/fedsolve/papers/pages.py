@@ -20,6 +20,8 @@ HEADINGS = {
     "objective": "f",
     "constraint": "g",
     "over": "over ε",
+    "worst": "worst g",
+    "step_size": "step",
     "deviation": "g's deviation",
     "violations": "violating rounds",
     "test_accuracy": "test accuracy",
@@ -40,9 +42,15 @@ what they cost.
 
 Numbers are means over seeds, ± the standard deviation over seeds, of the last fifth of a run's
 evaluations unless a round is named; *over ε* is the share of those evaluations with g above the
-tolerance. In pictures, lines are means and bands go from the least to the greatest seed (CartPole:
-0.2 standard deviations, as in its paper). Times of 2026-11-16 on 2 cores were taken while other
-work kept them busy: a quiet machine needs a third of them or less.
+tolerance, *worst g* the greatest g among them. In pictures, lines are means and bands go from the
+least to the greatest seed (CartPole: 0.2 standard deviations, as in its paper). Times of 2026-11-16
+on 2 cores were taken while other work kept them busy: a quiet machine needs a third or less.
+
+Where a table has a column *step*, each row's step size was chosen by one rule, which
+`fedsolve reproduce` applies before it runs the row: of the steps of a grid with mean g ≤ ε the one
+with the least mean f; if there is none, the one with the least mean g. Means are those of the
+table. The grid is that of the FedSGM paper, 1, 0.3, 0.1, … 1e-4, unless a note says otherwise. In
+these tables every seed is another division of the data, and another start where that is random.
 """
 
 
@@ -119,6 +127,8 @@ def _heading(column: str) -> str:
 def _number(column: str, found: Sequence[float | int], seeds: int = 1) -> str:
     """Return the middle to three figures, and the spread over seeds to as many decimals."""
     name, unit = column.partition("@")[0], ""
+    if name == "step_size":
+        return f"{found[0]:g}"
     if name in SHARES:
         found, unit, decimals = [100 * value for value in found], " %", 1
     elif column in ("CR", "violations"):
