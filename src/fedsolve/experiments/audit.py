@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from equinox import is_array
 from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -60,7 +61,7 @@ class Audited:
         self.problem: Problem
         self.algorithm: Algorithm
         self.problem, self.algorithm = experiment.cell(*names[self.run])
-        self.params = _saved_params(self.folder, self.run, model, self.problem)
+        self.params = saved_params(self.folder, self.run, model, self.problem)
 
     def count(
         self, test_clients: object, names: Sequence[str] | None = None, ranges: Ranges = None
@@ -127,7 +128,7 @@ def read_counts(paths: Sequence[Path]) -> Tally:
     return found
 
 
-def _saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree:
+def saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree:
     """Return the saved parameters of a run, in the problem's own structure."""
     if model not in MODELS:
         raise InvalidInput(f"model must be one of {', '.join(MODELS)}, got {model!r}.")
@@ -138,10 +139,11 @@ def _saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTre
         raise InvalidInput(f"{folder} has no parameters in {path.name} to audit.") from None
     part = "average" if model == "average" else "params"
     prefixes = [f"{run}/{part}", *([run] if model == "best" else [])]
+    params = jax.tree.map(lambda x: np.asarray(x) if is_array(x) else x, problem.params)
     for prefix in prefixes:
-        wanted = named_arrays(prefix, problem.params)
+        wanted = named_arrays(prefix, params)
         if wanted and wanted.keys() <= arrays.keys():
-            leaves, structure = jax.tree.flatten(problem.params)
+            leaves, structure = jax.tree.flatten(params)
             found = iter([arrays[name] for name in wanted])
             return structure.unflatten(
                 [next(found) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]

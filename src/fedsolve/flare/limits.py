@@ -7,6 +7,7 @@ Written in `site.toml`; these are the defaults:
     evaluations = 10000     # evaluations of f and g in one run
     digits = 6              # significant digits of the values of f and g that are reported
     memory = 8.0            # GiB that building a job's problem may take
+    seconds = 600.0         # that one question may take
     problems = ["adult"]    # built-in problems that jobs may name; all if left out
 
 An evaluation is answered once for each round after which the run evaluates, in order, at one w.
@@ -48,6 +49,7 @@ class Limits:
     evaluations: int = 10_000
     digits: int = 6
     memory: float = 8.0
+    seconds: float = 600.0
     problems: tuple[str, ...] | None = None
 
     @classmethod
@@ -61,9 +63,10 @@ class Limits:
             if name in table:
                 check_count(f"limits.{name}", table[name])
         given: Table = dict(table)
-        if "memory" in table:
-            given["memory"] = scalar("limits.memory")(table["memory"])
-            check_positive("limits.memory", given["memory"])
+        for name in ("memory", "seconds"):
+            if name in table:
+                given[name] = scalar(f"limits.{name}")(table[name])
+                check_positive(f"limits.{name}", given[name])
         names = given.get("problems")
         if names is not None:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

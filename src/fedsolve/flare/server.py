@@ -21,11 +21,11 @@ from fedsolve.federation.best import Best, with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
-from fedsolve.privacy.robust import Robust
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
@@ -163,7 +163,7 @@ class Deployed(Runtime):
         sites: list[str],
         seed: int,
         ending: Ending | None = None,
-        aggregation: Robust | None = None,
+        aggregation: Rule | None = None,
     ):
         options = RoundOptions(aggregation=aggregation)
         super().__init__(problem, algorithm, options)
@@ -373,7 +373,7 @@ def serve(
     go_on: Callable[[], bool] = lambda: True,
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
-    aggregation: Robust | None = None,
+    aggregation: Rule | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
