@@ -127,7 +127,7 @@ class Attacked(Hospitals):
         self.start_site(LIAR, loader="hostile:data")
         self.settings = [f"run.evaluate_every={ROUNDS // 3}"]
 
-    def lie(self, attack: str) -> tuple[int, str, dict, np.ndarray]:
+    def lie(self, attack: str) -> tuple[int, str, dict, np.ndarray | None]:
         """Submit a run in which the liar attacks."""
         (self.place / "attack").write_text(attack)
         try:
@@ -136,9 +136,10 @@ class Attacked(Hospitals):
             (self.place / "attack").write_text("")
 
 
-def told(found: tuple[int, str, dict, np.ndarray]) -> str:
+def told(found: tuple[int, str, dict, np.ndarray | None]) -> str:
     """Describe how a run ended: f, alarms, feasibility, exit status."""
     status, _, facts, history = found
+    assert history is not None
     record = facts["participation"]["seed-0"]["sites"]
     alarms = [
         f"{site}: {alarm['why']} ({'refused' if alarm['refused'] else 'noted'})"

@@ -27,6 +27,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -52,7 +53,7 @@ import fedsolve as fs  # noqa: E402
 from fedsolve.problems.regression import deal  # noqa: E402
 
 
-def best(function, times=3):
+def best(function, times=3) -> np.ndarray:
     """The least wall clock and the least processor time."""
     found = []
     for _ in range(times):
@@ -164,7 +165,7 @@ def one_size(kind, m):
         error = np.abs(found["w"] - run.params).max() / np.abs(found["w"]).max()
         assert error < 1e-3, f"the two must be the same run: {error}"
     product, copy = machine()
-    accuracy = {} if kind == "dense" else {"accuracy": 1e-7}
+    accuracy: dict[str, Any] = {} if kind == "dense" else {"accuracy": 1e-7}
     below = fs.theory.fedadmm.tolerance(problem, **accuracy, test="code")
     whole = ours(UNTIL, fs.Stationary(below))
     print(
@@ -183,7 +184,7 @@ def rounds_only(kind, m):
 
     ours(1)  # compiles
     short = best(lambda: ours(1), 3)
-    each = (best(lambda: ours(ROUNDS + 1), 3) - short) / ROUNDS
+    each = np.subtract(best(lambda: ours(ROUNDS + 1), 3), short) / ROUNDS
     print(m, *short, *each)
 
 
@@ -191,9 +192,10 @@ def compare_rounds(kind, sizes, beside):
     """Rounds of both versions in turn, twice."""
     columns = ("m", "version", "first round", "CPU", "one more", "CPU")
     table = Table(*columns, box=box.SIMPLE_HEAD)
-    for m, _, (version, path) in itertools.product(sizes, range(2), versions_of(beside).items()):
-        m, *seconds = run_one("only", kind, m, path).split()
-        table.add_row(m, version, *(f"{float(x):.3f} s" for x in seconds))
+    versions = list(versions_of(beside).items())
+    for m, (version, path) in itertools.product(sizes, 2 * versions):
+        _, *seconds = run_one("only", kind, m, path).split()
+        table.add_row(str(m), version, *(f"{float(x):.3f} s" for x in seconds))
         print(m, version, *seconds, flush=True)
     Console().print(table)
 

@@ -1,5 +1,7 @@
 """The rounds of a Fedsolve run without evaluation, and an evaluation alone; for `meter`."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from work import Meter
@@ -15,7 +17,7 @@ TRIES = 3
 
 def timed(
     problem: fs.Problem, algorithm: fs.Algorithm, meter: Meter, rounds: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Time rounds and an evaluation by the program that `fs.solve` runs; return what it found."""
     placed, tuned = problem.on_device(), numbers_on_device(algorithm, None)
     options = Options(rounds).of_rounds(problem)
@@ -32,6 +34,7 @@ def timed(
         state, _ = played(state, done, done + rounds)
         meter.done(rounds)
         done += rounds
+    entries = {}
     for _ in range(2):  # the first may load what the second has
         meter.pause()
         _, entries = played(state, done, done, GRID)

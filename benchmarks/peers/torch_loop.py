@@ -32,6 +32,7 @@ def play(count, rng):
             train(model, {"x": x[j], "y": y[j]})
             own = list(model.state_dict().values())
             total = own if total is None else [a + b for a, b in zip(total, own, strict=True)]
+        assert total is not None
         mean = [value / min(WORK.cohort, len(x)) for value in total]
         names = module.state_dict().keys()
         module.load_state_dict(dict(zip(names, mean, strict=True)))

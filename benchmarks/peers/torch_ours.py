@@ -1,6 +1,7 @@
 """Fedsolve with an unchanged `nn.Module`; `MODE` is `compiled` or `callback`."""
 
 import os
+from typing import Any
 
 import torch
 from modules import MODULES
@@ -18,6 +19,6 @@ clients = {"x": x, "y": y if NAME == "torch" else y.astype("int64")}
 mode, batch = os.environ.get("MODE", "compiled"), WORK.batch
 problem = fs.torch.problem(make(), loss, clients, mode=mode, batch_size=batch)
 epochs = None if batch is None else WORK.epochs
-steps = {"local_steps": WORK.steps} if epochs is None else {"local_epochs": epochs}
+steps: dict[str, Any] = {"local_steps": WORK.steps} if epochs is None else {"local_epochs": epochs}
 algorithm = fs.FedAvg(WORK.rate, participants=WORK.cohort, **steps)
 meter.report(**timed(problem, algorithm, meter, ROUNDS))

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from fedsolve.fields import Numbers, Scalar
 from fedsolve.problem.client import Client
-from fedsolve.types import ArrayLike, PRNGKey, Round, Vector
+from fedsolve.types import PRNGKey, Round, Vector
 
 Number = Float[Array, ""]
 Product = Callable[[Vector], Vector]  # with a symmetric matrix
@@ -30,7 +31,7 @@ def hessian_product(client: Client) -> Product:
 
 def smoothness_of(
     client: Client,
-    given: ArrayLike | None,
+    given: Scalar | Numbers | None,
     safe: bool,
     steps: int,
 ) -> Number:

@@ -76,10 +76,10 @@ class InexactIterations(eqx.Module):
 
         def skip(carry: Counted) -> Counted:
             k, _, shrunk, accuracy = carry
-            return k + 1, shrunk, factor * shrunk, self.decay * accuracy
+            return k + 1, shrunk, factor * shrunk, jnp.asarray(self.decay * accuracy)
 
         none, one = jnp.zeros_like(penalty), jnp.ones_like(penalty)
-        start = jnp.int32(0), none, one, state.accuracy
+        start = jnp.int32(0), none, one, jnp.asarray(state.accuracy)
         return lax.while_loop(enough, skip, start)[:3]
 
     def iterate(
@@ -104,14 +104,14 @@ class InexactIterations(eqx.Module):
                 k: Round, carry: tuple[Vector, Vector, Number]
             ) -> tuple[Vector, Vector, Number]:
                 dual, _, accuracy = carry
-                accuracy = self.decay * accuracy
+                accuracy = jnp.asarray(self.decay * accuracy)
                 local = self.minimise(own, state, penalty, dual, accuracy, slope, k)
                 return dual + penalty * (local - client.w), local, accuracy
 
             done = jnp.asarray(self.local_iterations, jnp.int32)
             return done, *lax.fori_loop(carry[0], self.local_iterations, one, carry[1:])
 
-        return lax.while_loop(unfinished, rest, (ready, *start))[1:]
+        return lax.while_loop(unfinished, rest, (jnp.asarray(ready), *start))[1:]
 
     def minimise(
         self,

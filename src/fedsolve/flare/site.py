@@ -190,7 +190,7 @@ class SiteClients:
         values = self._evaluate(jnp.asarray(self._w), self._seed, *at, state, memory)
         self._check_finite("the objective or the constraint", values)
         if self._seen is not None:
-            self._seen(round, self._w)
+            self._seen(round, jnp.asarray(self._w))
         return {"values": values if self._guard is None else self._guard.values(values)}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:

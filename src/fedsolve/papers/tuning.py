@@ -74,9 +74,9 @@ def try_steps(
     by_step: dict[float, list[Run]] = {float(step): [] for step in steps}
     for seed in seeds:
         problem, algorithm = experiment.cell(variant, seed)
-        grid = {"step_size": list(by_step)}
+        grid: Table = {"step_size": list(by_step)}
         for run in sweep(problem, algorithm, seeds=[seed], **options, **grid).runs:
-            by_step[float(run.settings["step_size"])].append(run)
+            by_step[float(str(run.settings["step_size"]))].append(run)
     return [means(step, runs) for step, runs in by_step.items()]
 
 

@@ -142,9 +142,10 @@ class Compiled:
             for leaf, kind in zip(jax.tree.leaves(data), types, strict=True)
         ]
         outputs, changed = run(program, params, buffers, leaves, key if training else None)
-        outputs = jax.tree.map(lambda leaf: leaf.astype(dtype), outputs)
+        outputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), outputs)
         return outputs, {
-            name: changed.get(name, buffers[name]).astype(buffers[name].dtype) for name in state
+            name: jnp.asarray(changed.get(name, buffers[name]), buffers[name].dtype)
+            for name in state
         }
 
     def _is_one_of_several(self, shapes: PyTree) -> bool:
