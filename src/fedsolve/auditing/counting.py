@@ -324,7 +324,7 @@ def _count_named(
     if not constraint.is_rate:
         extra = (None,) if is_random(constraint.values) else ()
         seen = jax.vmap(lambda data: constraint.values(params, data, *extra))(values)
-        seen = np.asarray(seen if mask is None else seen[mask], float)
+        seen = np.asarray(seen if mask is None else seen[mask], float).ravel()
         for claim in claims:
             _check_range(claim, seen, ranges)
     return [(claim, sums) for claim in claims]

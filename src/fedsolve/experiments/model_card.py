@@ -62,7 +62,7 @@ def with_audits(card: str, audits: Mapping[str, object]) -> str:
     lines = [AUDITS]
     for name, audit in audits.items():
         lines += [f"{_text(name)}:", "", "```", str(audit), "```", ""]
-    return "\n".join([card.partition(AUDITS)[0], *lines]) if audits else card
+    return card.partition(AUDITS)[0] + "\n".join(lines) if audits else card
 
 
 def kind_of_model(problem: Problem) -> str:
