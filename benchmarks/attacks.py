@@ -238,7 +238,8 @@ def loopback(four: Attacked) -> str:
 
 def two_servers(four: Attacked) -> str:
     status, said = four.command("server", str(four.kits / "localhost"), "--data", "server.toml")
-    return f"“{said.strip().splitlines()[-1].removeprefix('Error: ')[:60]}…”, exit status {status}"
+    why = said.strip().splitlines()[-1].removeprefix("Error: ").split(",")[0]
+    return f"“{why}, …”, exit status {status}"
 
 
 def foreign_administrator(four: Attacked) -> str:
