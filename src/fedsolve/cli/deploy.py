@@ -19,15 +19,18 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.experiments.run_folder import new_folder, save
 from fedsolve.experiments.tracking import Tracking, made
+from fedsolve.experiments.watch import NEWS
 from fedsolve.flare import provisioning
 from fedsolve.flare.admin import Admin
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.jobs import CANCELLED
 from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.limits import Limits
-from fedsolve.flare.local_federation import check_site_count, deploy_local
+from fedsolve.flare.local_federation import check_site_count, deploy_local, local_federation
 from fedsolve.flare.participation import gaps
+from fedsolve.flare.preprocessing import SUFFIX, Tables, fitted_by
 from fedsolve.flare.processes import keep_running, start_server, start_site, temporary_folder
+from fedsolve.flare.site_checks import checks
 from fedsolve.flare.site_config import allowed_names, load_clients, read_owners_file
 from fedsolve.flare.supervisor import (
     NotReady,
@@ -53,19 +56,58 @@ CONNECT_TIMEOUT = 10  # seconds until a command gives up on the server
 NAMES_WIDTH = 50  # characters in the progress line for the names of sites
 
 
-def local(experiment: Experiment, sites: int, out_dir: str | None, track: Sequence[str]) -> int:
+def local(
+    experiment: Experiment,
+    sites: int,
+    out_dir: str | None,
+    track: Sequence[str],
+    tables: Tables | None = None,
+) -> int:
     """Run an experiment on a federation of this machine; return the exit status.
 
-    The folder of results is the same as from `fedsolve run`.
+    The folder of results is the same as from `fedsolve run`. With `tables`, every site reads its
+    own files.
     """
-    check_site_count(experiment, sites)
-    folder, tracking = _new_folder(experiment, out_dir, track)
-    try:
-        with _Progress(experiment, sites, tracking) as tell:
-            runs, records, status = deploy_local(experiment, sites, tell)
-    except NotReady as error:
-        _give_up(folder, experiment, tracking, error)
-    return _write(folder, runs, records, experiment, status, tracking)
+    with contextlib.ExitStack() as stack:
+        running = None
+        if tables is None:
+            check_site_count(experiment, sites)
+        else:
+            own = tables.local_sites(sites)
+            running = stack.enter_context(local_federation(sites, sites, _print_note, (), own))
+            experiment = _fitted(
+                tables,
+                experiment,
+                "local",
+                lambda sums, name: deploy_local(sums, sites, _print_note, running, name)[:2],
+            )
+        folder, tracking = _new_folder(experiment, out_dir, track)
+        try:
+            with _Progress(experiment, sites, tracking, folder) as tell:
+                runs, records, status = deploy_local(experiment, sites, tell, running)
+        except NotReady as error:
+            _give_up(folder, experiment, tracking, error)
+        here = tables is None
+        return _write(folder, runs, records, experiment, status, tracking, data_here=here)
+
+
+def _fitted(
+    tables: Tables,
+    blank: Experiment,
+    run: str,
+    deployed: Callable[[Experiment, str], tuple[Runs, Records]],
+) -> Experiment:
+    """Return the experiment with the means and deviations of all sites' tables."""
+    if (config := tables.sums()) is None:
+        return blank
+    name = run + SUFFIX
+    check_run_name(name)
+    terminal.out.print(f"{name}: adding up the sites' numbers", markup=False)
+    runs, records = deployed(resolve(name, config), name)
+    if not any(runs.values()):
+        raise InvalidInput("The sites' numbers were not added up.")
+    (run_of_sums,), (record,) = runs[""], records.values()
+    return resolve(blank.name, tables.fitted(fitted_by(run_of_sums, record)), blank.allowed)
 
 
 def _new_folder(
@@ -158,6 +200,20 @@ def site(kit: str, owners: str) -> int:
     return _foreground(start, place, f"{name} is running; stop it with Ctrl-C")
 
 
+def check(kit: str, owners: str, config: Table | None) -> int:
+    """Check a site before a run, one line for each thing; return the exit status."""
+    found = list(checks(_kit(kit, "fed_client.json"), Path(owners), config))
+    width = max(len(line.name) for line in found)
+    for line in found:
+        mark = "ok  " if line.fits else "STOP"
+        text = f"{mark}  {line.name.ljust(width)}  {line.text}"
+        terminal.out.print(text, markup=False, soft_wrap=True)
+    if wrong := [line.name for line in found if not line.fits]:
+        terminal.fail(f"This site is not ready: {', '.join(wrong)}.", 2)
+    terminal.out.print("This site is ready.")
+    return 0
+
+
 def _foreground(start: Callable[[], Popen], kit: Path, text: str) -> int:
     terminal.out.print(text, markup=False)
     log = kit / "output.log"
@@ -168,19 +224,33 @@ def _foreground(start: Callable[[], Popen], kit: Path, text: str) -> int:
 
 
 def submit(
-    experiment: Experiment, kit: str, run: str | None, out_dir: str | None, track: Sequence[str]
+    experiment: Experiment,
+    kit: str,
+    run: str | None,
+    out_dir: str | None,
+    track: Sequence[str],
+    tables: Tables | None = None,
 ) -> int:
     """Submit a run, or find it by its name; follow it and fetch its results."""
     run = new_run_name() if run is None else run
     check_run_name(run)
     admin = _connected(kit)
-    folder, tracking = _new_folder(experiment, out_dir, track, run)
     sites = _sites(experiment)
+    if tables is not None:
+
+        def deployed(sums: Experiment, name: str) -> tuple[Runs, Records]:
+            return _fetched(admin, supervise(admin, sums, name, _print_note, sites), sums)
+
+        try:
+            experiment = _fitted(tables, experiment, run, deployed)
+        except NotReady as error:
+            terminal.fail(str(error), WITHOUT_SITES)
+    folder, tracking = _new_folder(experiment, out_dir, track, run)
     terminal.out.print(
         f"{run}: the server stores it in its kit, in fedsolve/runs/{run}", markup=False
     )
     try:
-        with _Progress(experiment, sites, tracking) as tell:
+        with _Progress(experiment, sites, tracking, folder) as tell:
             job = supervise(admin, experiment, run, tell, sites)
             runs, records = _fetched(admin, job, experiment)
     except NotReady as error:
@@ -189,7 +259,7 @@ def submit(
         admin.close()
         tracking.close_table()
         tracking.close(impatient=lambda: False)
-        for file in ("run.json", "history.csv", "tracking.json"):
+        for file in ("run.json", "history.csv", "tracking.json", NEWS):
             (folder / file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -296,7 +366,7 @@ def _write(
     save(folder, runs, config, kept, message, data_here=data_here, participation=records)
     if any(runs.values()):
         terminal.out.print(terminal.closing_table(runs, records))
-        if sentence := terminal.best_sentence(runs):
+        for sentence in terminal.closing_sentences(runs):
             terminal.out.print(sentence, markup=False, soft_wrap=True)
     for line in lines:
         terminal.out.print(line, markup=False, soft_wrap=True)
@@ -325,7 +395,8 @@ class _Progress:
     end, from the run's history.
     """
 
-    def __init__(self, experiment: Experiment, sites: int, tracking: Tracking):
+    def __init__(self, experiment: Experiment, sites: int, tracking: Tracking, folder: Path):
+        self._news = folder / NEWS
         cells = range(len(experiment.runs))
         rounds = experiment.options["rounds"] * len(cells)
         self._bar = terminal.Progress(f"{experiment.name}, {sites} sites", rounds)
@@ -341,6 +412,8 @@ class _Progress:
         self._bar.__exit__()
 
     def _show(self, news: Table) -> None:
+        with contextlib.suppress(OSError), open(self._news, "a", encoding="utf-8") as file:
+            file.write(json.dumps(news) + "\n")
         if "note" in news:
             if news.get("warning"):
                 terminal.tell(str(news["note"]))

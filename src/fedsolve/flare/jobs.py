@@ -25,6 +25,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.flare.alarms import REFUSE
+from fedsolve.flare.held_out import HeldOut, held_out_rows
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import JournalError, read
 from fedsolve.flare.limits import Guard, Limits
@@ -67,6 +68,8 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
+    if experiment.options.get("evaluate_at", "rounds") != "rounds":
+        raise InvalidInput("A deployment evaluates by rounds; leave out run.evaluate_at.")
     aggregation = experiment.options.get("aggregation")
     if "privacy" in experiment.options or not isinstance(aggregation, Robust | ExactSum | None):
         key = "privacy" if "privacy" in experiment.options else "aggregation=SecureSum"
@@ -157,6 +160,10 @@ class SiteJob:
         finally:
             timer.cancel()
 
+    def _show(self, line: str) -> None:
+        """Show this machine's owner a line that nobody else gets."""
+        print(f"{self._run}: {line}", file=sys.stderr, flush=True)
+
     def _say(self, trouble: str) -> None:
         """Tell this machine's owner, once, why the site refuses or will be refused."""
         if trouble not in self._said and len(self._said) < MOST_SAID:
@@ -180,14 +187,17 @@ class SiteJob:
                 raise InvalidInput("An older job of this run is still running here.")
             with _details_in_log():
                 own = site_problem(problem, Path(os.environ[OWNER]))
+                held = held_out_rows(problem, Path(os.environ[OWNER]))
             limits, options = owners_limits(), experiment.options
             limits.check_samples(own)
             place, every = home / str(cell), options.get("evaluate_every", 1)
             place.mkdir(exist_ok=True, mode=0o700)
             guard = Guard(limits, place, options["rounds"], every)
-            clients = SiteClients(
-                place, own, algorithm, seed, options.get("precision"), self._say, guard
-            )
+            precision, seen = options.get("precision"), None
+            if held is not None:
+                with precision_of(precision) as dtype:
+                    seen = HeldOut(held, options["rounds"], self._show, dtype)
+            clients = SiteClients(place, own, algorithm, seed, precision, self._say, guard, seen)
             self._shares = {cell: clients}
         return self._shares[cell]
 

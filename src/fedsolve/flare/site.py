@@ -32,6 +32,7 @@ from fedsolve.federation.state import SeedWords, evaluation_key
 from fedsolve.flare.journal import CannotWrite, Journal, Parts
 from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol, version
+from fedsolve.participation.strategic import check_bounds, game_of
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import Values, client_values
@@ -69,6 +70,7 @@ class SiteClients:
         say: Called with a sentence for this machine's owner if a question is refused, or if the
             answer cannot be used.
         guard: The owner's limits; None for none.
+        seen: Called with a round that is evaluated, and the parameters.
     """
 
     def __init__(
@@ -80,9 +82,11 @@ class SiteClients:
         precision: str | None = None,
         say: Callable[[str], None] = lambda sentence: None,
         guard: Guard | None = None,
+        seen: Callable[[int, Vector], None] | None = None,
     ):
-        self._say, self._guard = say, guard
+        self._say, self._guard, self._seen = say, guard, seen
         self._lock = threading.Lock()
+        self._game = game_of(algorithm)
         self._precision = precision
         with precision_of(precision) as dtype:
             self._problem = problem.on_device(dtype)
@@ -153,6 +157,10 @@ class SiteClients:
         if total not in (0, self._total):
             if total > MOST_CLIENTS:
                 raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
+            if self._game is not None and self._game.players != total:
+                raise Refused(
+                    f"the game has {self._game.players} players, the sites {total} clients"
+                )
             self._protocol = protocol(self._problem, self._algorithm, total)
             self._total = total
             self._work = {
@@ -181,6 +189,8 @@ class SiteClients:
         at = jnp.int32(round), jnp.int32(first)
         values = self._evaluate(jnp.asarray(self._w), self._seed, *at, state, memory)
         self._check_finite("the objective or the constraint", values)
+        if self._seen is not None:
+            self._seen(round, self._w)
         return {"values": values if self._guard is None else self._guard.values(values)}
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
@@ -198,6 +208,11 @@ class SiteClients:
         local = clients - first
         if local.min() < 0 or local.max() >= self._count:
             raise Refused("it asks for clients that are not here")
+        if self._game is not None:
+            try:
+                check_bounds(self._game, self._problem, first)
+            except InvalidInput as error:
+                raise Refused(str(error)) from None
         message = take(arrays, "message", exchange.message)
         used, look = _numbers(head.get("used"), number), head.get("look")
         seen = {
