@@ -127,7 +127,7 @@ class Attacked(Hospitals):
         self.start_site(LIAR, loader="hostile:data")
         self.settings = [f"run.evaluate_every={ROUNDS // 3}"]
 
-    def lie(self, attack: str) -> tuple[int, str, dict, np.ndarray]:
+    def lie(self, attack: str) -> tuple[int, str, dict, np.ndarray | None]:
         """Submit a run in which the liar attacks."""
         (self.place / "attack").write_text(attack)
         try:
@@ -136,7 +136,7 @@ class Attacked(Hospitals):
             (self.place / "attack").write_text("")
 
 
-def told(found: tuple[int, str, dict, np.ndarray]) -> str:
+def told(found: tuple[int, str, dict, np.ndarray | None]) -> str:
     """Describe how a run ended: f, alarms, feasibility, exit status."""
     status, _, facts, history = found
     record = facts["participation"]["seed-0"]["sites"]
@@ -145,6 +145,8 @@ def told(found: tuple[int, str, dict, np.ndarray]) -> str:
         for site in sorted(record)
         for alarm in record[site].get("alarms", [])
     ]
+    if history is None:
+        return f"no round was played, exit status {status}"
     f, g = (np.atleast_1d(history[name])[-1] for name in ("objective", "constraint"))
     clients = np.atleast_1d(history["clients_evaluated"])[-1]
     end = f"f {f:.3f}, g {g:+.3f} over {clients:.0f} of 8, exit status {status}"
@@ -169,7 +171,7 @@ def curious_server(four: Attacked) -> str:
     answered = json.loads((four.place / "told.json").read_text())
     run = four.kits / f"north/fedsolve/runs/run-{four.runs}/0/questions.log"
     refused = sum("refused" in line for line in run.read_text().splitlines())
-    return f"{answered} of 62 were answered, rounded; north's log has {refused} refusals"
+    return f"{answered} of 62 were answered; north's log has {refused} refusals"
 
 
 def large_job(four: Attacked) -> str:
