@@ -146,6 +146,8 @@ def told(found: tuple[int, str, dict, np.ndarray | None]) -> str:
         for site in sorted(record)
         for alarm in record[site].get("alarms", [])
     ]
+    if history is None:
+        return f"no round was played, exit status {status}"
     f, g = (np.atleast_1d(history[name])[-1] for name in ("objective", "constraint"))
     clients = np.atleast_1d(history["clients_evaluated"])[-1]
     end = f"f {f:.3f}, g {g:+.3f} over {clients:.0f} of 8, exit status {status}"
@@ -170,7 +172,7 @@ def curious_server(four: Attacked) -> str:
     answered = json.loads((four.place / "told.json").read_text())
     run = four.kits / f"north/fedsolve/runs/run-{four.runs}/0/questions.log"
     refused = sum("refused" in line for line in run.read_text().splitlines())
-    return f"{answered} of 62 were answered, rounded; north's log has {refused} refusals"
+    return f"{answered} of 62 were answered; north's log has {refused} refusals"
 
 
 def large_job(four: Attacked) -> str:
@@ -239,7 +241,8 @@ def loopback(four: Attacked) -> str:
 
 def two_servers(four: Attacked) -> str:
     status, said = four.command("server", str(four.kits / "localhost"), "--data", "server.toml")
-    return f"“{said.strip().splitlines()[-1].removeprefix('Error: ')[:60]}…”, exit status {status}"
+    why = said.strip().splitlines()[-1].removeprefix("Error: ").split(",")[0]
+    return f"“{why}, …”, exit status {status}"
 
 
 def foreign_administrator(four: Attacked) -> str:
