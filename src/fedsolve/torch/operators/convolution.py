@@ -137,7 +137,9 @@ def _windows(
     return found
 
 
-def _pooled(x: Tensor, count: int, pool: Callable[[Tensor], Tensor]) -> Tensor:
+def _pooled(
+    x: Tensor | Last, count: int, pool: Callable[[Tensor], Tensor]
+) -> Tensor | Last:
     """Apply a function of maps with channels last to a batch of images, or to one image."""
     if count == 2 and (isinstance(x, Last) or x.ndim == 4):
         return Last(pool(last(x)))
