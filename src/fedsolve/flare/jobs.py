@@ -7,6 +7,7 @@ the experiment from the packages that are installed with them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -39,7 +40,8 @@ from fedsolve.flare.site_config import (
     read_owners_file,
     site_problem,
 )
-from fedsolve.privacy.robust import Robust
+from fedsolve.flare.summing import SummingRoster
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
@@ -66,11 +68,9 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
-    aggregation = experiment.options.get("aggregation")
-    if "privacy" in experiment.options or not isinstance(aggregation, Robust | None):
-        key = "privacy" if "privacy" in experiment.options else "aggregation=SecureSum"
+    if "privacy" in experiment.options:
         raise InvalidInput(
-            f"A deployment does not have run.{key} yet: leave it out, or run a simulation."
+            "A deployment does not have run.privacy yet: leave it out, or run a simulation."
         )
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
@@ -161,8 +161,16 @@ class SiteJob:
             place, every = home / str(cell), options.get("evaluate_every", 1)
             place.mkdir(exist_ok=True, mode=0o700)
             guard = Guard(limits, place, options["rounds"], every)
+            rule = options.get("aggregation")
             clients = SiteClients(
-                place, own, algorithm, seed, options.get("precision"), self._say, guard
+                place,
+                own,
+                algorithm,
+                seed,
+                options.get("precision"),
+                self._say,
+                guard,
+                rule if isinstance(rule, SecureSum) else None,
             )
             self._shares = {cell: clients}
         return self._shares[cell]
@@ -280,7 +288,11 @@ class Coordinator:
                 self._tell(labels | entry)
 
             with precision_of(precision) as dtype:
-                link = Roster(
+                rule = options.get("aggregation")
+                kind = Roster
+                if isinstance(rule, SecureSum):
+                    kind = functools.partial(SummingRoster, rule=rule, home=home)
+                link = kind(
                     lambda messages: transport(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),

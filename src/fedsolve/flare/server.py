@@ -21,16 +21,20 @@ from fedsolve.federation.best import Best, with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.replies import Replies
+from fedsolve.federation.rules import Summed
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
+from fedsolve.flare.summing import SummingRoster
 from fedsolve.privacy.robust import Robust
+from fedsolve.privacy.secure import SecureSum, dense_shapes
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
 from fedsolve.runtimes.compilation import prepared
-from fedsolve.runtimes.evaluation import Shares, Values, client_values, combined
+from fedsolve.runtimes.evaluation import Shares, Through, Values, client_values, combined
 from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.solving.loop import Loop
@@ -60,6 +64,8 @@ class Deployment(Federation):
         return self._link.clients
 
     def _deliver(self, exchange: Exchange, cohort: Cohort, asked: Flags) -> tuple[Reply, Flags]:
+        if isinstance(self._link, SummingRoster):
+            return self._deliver_sum(self._link, exchange, cohort, asked)
         template = self._link.protocol.exchanges[exchange.number].reply
         size = len(cohort)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), template)
@@ -75,6 +81,28 @@ class Deployment(Federation):
         here = jax.ShapeDtypeStruct((size,), bool)
         arguments = (self.round, cohort, asked, exchange.message, self.w)
         return self._call(ask, (shapes, here), *arguments)
+
+    def _deliver_sum(
+        self, link: SummingRoster, exchange: Exchange, cohort: Cohort, asked: Flags
+    ) -> tuple[Summed, Flags]:
+        """Get the sum of the cohort's answers, and whose answers are in it."""
+        template = dense_shapes(link.protocol.exchanges[exchange.number].reply)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.uint32), template)
+        size = len(cohort)
+
+        def ask(
+            round: np.ndarray, cohort: np.ndarray, asked: np.ndarray, message: PyTree, w: np.ndarray
+        ) -> tuple[PyTree, np.ndarray]:
+            if not asked.any():
+                return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), asked
+            number, clients = exchange.number, cohort[asked]
+            total, there = link.ask_sum(int(round), number, clients, message, w, size)
+            return total, asked & np.isin(cohort, list(there))
+
+        here = jax.ShapeDtypeStruct((size,), bool)
+        arguments = (self.round, cohort, asked, exchange.message, self.w)
+        total, arrived = self._call(ask, (shapes, here), *arguments)
+        return Summed(total), arrived
 
     def publish(self, packet: Packet, when: Flag = True) -> None:
         super().publish(packet, when)
@@ -163,7 +191,7 @@ class Deployed(Runtime):
         sites: list[str],
         seed: int,
         ending: Ending | None = None,
-        aggregation: Robust | None = None,
+        aggregation: Robust | SecureSum | None = None,
     ):
         options = RoundOptions(aggregation=aggregation)
         super().__init__(problem, algorithm, options)
@@ -180,6 +208,7 @@ class Deployed(Runtime):
 
         self._play = prepared(play, problem, algorithm, options)
         self._combined = prepared(_combined, problem)
+        self._combined_sum = prepared(_combined_sum, problem, options)
         self._values = jax.eval_shape(self._one_clients_values)
         self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
 
@@ -233,6 +262,8 @@ class Deployed(Runtime):
     def _wait_for_everyone(self, state: State) -> None:
         """Ask everyone for the last evaluation; wait for silent sites while there is patience."""
         found, told = self.link.values(), False
+        if isinstance(self.link, SummingRoster):
+            return  # a site that was not there is not in the sum, and can be in no other
         end = self.news.get("ended", 0.0) + self._ending.patience
         while (silent := sorted(self.link.silent - found.keys())) and time.time() < end:
             if not told:
@@ -267,7 +298,9 @@ class Deployed(Runtime):
         shares = self.algorithm.objective_weights(state.server, state.participation)
         found = self.link.values()
         self.link.end_evaluation()
-        if found:
+        if found and isinstance(self.link, SummingRoster):
+            values = self._over_sum(self.link, state, shares)
+        elif found:
             values = self._over_sites(state, found, shares)
         else:
             values = self._unknown(state.w, shares)
@@ -308,6 +341,14 @@ class Deployed(Runtime):
         rows = np.concatenate([np.arange(first, first + count) for first, count in places])
         return self._combined(state.buffers, state.w, values, shares[rows])
 
+    def _over_sum(self, link: SummingRoster, state: State, shares: Shares) -> Info:
+        """Return f and g over all clients whose values are in the sum."""
+        heard = np.zeros(link.clients, bool)
+        for site in link.values():
+            first, count = link.ranges[site]
+            heard[first : first + count] = True
+        return self._combined_sum(state.w, link.evaluated, heard, shares)
+
     def _unknown(self, w: Vector, shares: Shares) -> Info:
         """Return NaN for each column of an evaluation: nobody was heard."""
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._values)
@@ -328,6 +369,31 @@ def _combined(
 ) -> Info:
     now = problem if buffers is None else problem.with_state(buffers)
     return combined(now, w, values, shares)
+
+
+class _Told(Through):
+    """The rules of an evaluation of which the sum is known, and no client's values."""
+
+    total: Values  # as ring elements
+    arrived: Flags
+
+    def heard(self, values: Values) -> dict[str, Replies]:
+        return {name: Replies(Summed(each), self.arrived) for name, each in self.total.items()}
+
+
+def _combined_sum(
+    problem: Problem,
+    options: RoundOptions,
+    w: Vector,
+    total: Values,
+    arrived: Flags,
+    shares: Shares = None,
+) -> Info:
+    rules = tuple(rule for rule in options.rules if rule.covers_evaluation())
+    told = _Told(rules, jnp.zeros(2, jnp.uint32), 0, total, arrived)
+    nobodys = jax.tree.map(lambda x: jnp.zeros((len(arrived), *x.shape[1:]), float), total)
+    found = combined(problem, w, nobodys, shares, told)
+    return found | {"clients_evaluated": jnp.sum(arrived, dtype=jnp.int32)}
 
 
 class JournalSaver:
@@ -373,7 +439,7 @@ def serve(
     go_on: Callable[[], bool] = lambda: True,
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
-    aggregation: Robust | None = None,
+    aggregation: Robust | SecureSum | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
