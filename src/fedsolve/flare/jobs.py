@@ -32,7 +32,8 @@ from fedsolve.flare.limits import Guard, Limits
 from fedsolve.flare.participation import missing
 from fedsolve.flare.processes import HOME, OWNER
 from fedsolve.flare.roster import Roster, TooFew
-from fedsolve.flare.server import FOLDER, saved_participation, serve
+from fedsolve.flare.server import FOLDER, saved_participation, serve, terms_of
+from fedsolve.flare.signatures import Identity
 from fedsolve.flare.site import SiteClients
 from fedsolve.flare.site_config import (
     allowed_names,
@@ -41,6 +42,7 @@ from fedsolve.flare.site_config import (
     site_problem,
 )
 from fedsolve.flare.summing import SummingRoster
+from fedsolve.privacy.distributed import Terms
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
@@ -68,13 +70,24 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
-    if "privacy" in experiment.options:
-        raise InvalidInput(
-            "A deployment does not have run.privacy yet: leave it out, or run a simulation."
-        )
+    _terms(experiment)
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
     return experiment
+
+
+def _terms(experiment: Experiment) -> Terms | None:
+    """Return the terms of a private run; raise if a deployment cannot keep them."""
+    options = experiment.options
+    every = options.get("evaluate_every", 1)
+    given = options.get("aggregation"), options.get("privacy"), options["rounds"], every
+    return terms_of(*given)
+
+
+def _identity() -> Identity:
+    """Return what this site signs with, from its kit."""
+    with _details_in_log():
+        return Identity(Path(os.environ[HOME]).parent)
 
 
 def owners_limits() -> Limits:
@@ -116,6 +129,7 @@ class SiteJob:
             limits = owners_limits()
             self._experiment = built(self._text)
             limits.check_problems(self._experiment)
+            limits.check_privacy(self._experiment)
         except Exception as error:
             self._trouble = _reason(error)
             self._say(self._trouble)
@@ -171,6 +185,8 @@ class SiteJob:
                 self._say,
                 guard,
                 rule if isinstance(rule, SecureSum) else None,
+                _terms(experiment),
+                _identity() if isinstance(rule, SecureSum) else None,
             )
             self._shares = {cell: clients}
         return self._shares[cell]
@@ -317,6 +333,7 @@ class Coordinator:
                 patience=float(patience),
                 waiting=lambda sites: tell(_waiting(sites, float(patience))),
                 aggregation=options.get("aggregation"),
+                privacy=options.get("privacy"),
             )
             self._gave_up = bool(link.silent)
 

@@ -28,6 +28,9 @@ from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
 from fedsolve.flare.summing import SummingRoster
+from fedsolve.privacy.accounting import Ledger, Spent
+from fedsolve.privacy.distributed import Terms
+from fedsolve.privacy.private import Private
 from fedsolve.privacy.robust import Robust
 from fedsolve.privacy.secure import SecureSum, dense_shapes
 from fedsolve.problem.problem import Problem
@@ -192,40 +195,62 @@ class Deployed(Runtime):
         seed: int,
         ending: Ending | None = None,
         aggregation: Robust | SecureSum | None = None,
+        terms: Terms | None = None,
     ):
-        options = RoundOptions(aggregation=aggregation)
-        super().__init__(problem, algorithm, options)
+        super().__init__(problem, algorithm, RoundOptions(aggregation=aggregation))
+        self.ledger: Ledger | None = None
+        self._terms = terms
         self.link, self._sites, self._seed = link, sites, seed
         self._ending = Ending() if ending is None else ending
         self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
 
+        self._prepare()
+        self._values = jax.eval_shape(self._one_clients_values)
+        self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
+
+    def _prepare(self) -> None:
+        """Prepare the programs of this process."""
+        link, problem = self.link, self.problem
+
         def play(
             problem: Problem, algorithm: Algorithm, options: RoundOptions, state: State
         ) -> tuple[State, Info]:
             return Deployment(problem, state, link, options).play(algorithm)
 
-        self._play = prepared(play, problem, algorithm, options)
+        self._play = prepared(play, problem, self.algorithm, self.options)
         self._combined = prepared(_combined, problem)
-        self._combined_sum = prepared(_combined_sum, problem, options)
-        self._values = jax.eval_shape(self._one_clients_values)
-        self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
+        self._combined_sum = prepared(_combined_sum, problem, self.options)
+
+    def _agree(self) -> None:
+        """Fix the noise of a private run, for which the number of clients must be known."""
+        if self._terms is None:
+            return
+        clients = self.link.clients
+        rule, self.ledger = self._terms.agreed(self.problem, self.algorithm, clients)
+        self.options = RoundOptions(aggregation=rule)
+        self._prepare()
 
     def start(self, seed: SeedWords) -> State:
         self.link.hello(self._sites)
+        self._agree()
         key = jax.random.wrap_key_data(seed)
-        return _start(self.problem, self.algorithm, key, self.link.clients)
+        state = _start(self.problem, self.algorithm, key, self.link.clients)
+        return state if self.ledger is None else self.ledger.start(state)
 
     def resume(self, saved: Record) -> State:
         """Go on from a record of the journal, with the sites that are there now."""
         link, head, arrays = self.link, saved.head, saved.arrays
         link.restore(head["link"])
         before = link.clients
-        state = _restored(saved, self.problem, self.algorithm)
+        state = _restored(saved, self.problem, self.algorithm, self._terms is not None)
         self.waiting = _named(arrays, "waiting", head["waiting"])
         self.news = head["news"]
         link.hello(self._sites, self._may_grow)
+        self._agree()
+        if self.ledger is not None:
+            self.ledger.check(state)
         link.restore_packets(head["link"], arrays)
         if self.waiting:
             link.request_values(int(state.round), state.w, self._values, state.buffers)
@@ -360,6 +385,8 @@ class Deployed(Runtime):
 
     def _may_grow(self, clients: int) -> bool:
         """Return whether the algorithm can take new clients in the middle of a run."""
+        if self._terms is not None:
+            return False  # their number decides on the noise
         now, then = (_shapes(self.problem, self.algorithm, n) for n in (clients, self.link.clients))
         return (now.server, now.participation) == (then.server, then.participation)
 
@@ -440,6 +467,7 @@ def serve(
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
     aggregation: Robust | SecureSum | None = None,
+    privacy: Private | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
@@ -458,6 +486,7 @@ def serve(
         patience: The seconds to wait, after the last round, for sites that do not answer.
         waiting: Called with their names then.
         aggregation: What replaces the mean of answers; None for the mean.
+        privacy: Differential privacy of clients, whose noise sites add before a secure sum.
 
     Returns:
         The run; `link.participation` says which sites took part.
@@ -471,7 +500,8 @@ def serve(
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         ending = Ending(patience, waiting, go_on)
         rule = numbers_on_device(aggregation, dtype)
-        runtime = Deployed(placed, tuned, link, sites, seed, ending, rule)
+        terms = terms_of(aggregation, privacy, rounds, evaluate_every)
+        runtime = Deployed(placed, tuned, link, sites, seed, ending, rule, terms)
         saved, chunks = _loaded(*journal.load())
         if saved is None:
             state = runtime.start(jax.random.key_data(jax.random.key(seed)))
@@ -495,6 +525,7 @@ def serve(
             interrupted=lambda: not go_on(),
             saver=JournalSaver(journal, runtime, rounds, chunks),
             progress=tell,
+            ledger=runtime.ledger,
         )
         try:
             return loop.run(state, chunks)
@@ -502,6 +533,20 @@ def serve(
             raise TooFew(MAKE_ROOM) from error
         except Diverged as error:
             raise InvalidInput(str(error)) from error
+
+
+def terms_of(
+    aggregation: object, privacy: Private | None, rounds: int, evaluate_every: int
+) -> Terms | None:
+    """Return the terms of a private run; raise if it cannot be one."""
+    if privacy is None:
+        return None
+    if not isinstance(aggregation, SecureSum):
+        raise InvalidInput(
+            "A deployment adds the noise of run.privacy at its sites, before a secure sum: give "
+            "run.aggregation=SecureSum too."
+        )
+    return Terms(aggregation, privacy, rounds, evaluate_every)
 
 
 def saved_run(
@@ -530,8 +575,12 @@ def _start(problem: Problem, algorithm: Algorithm, key: PRNGKey, clients: int) -
     return dataclasses.replace(state, clients=None, memory=None)
 
 
-def _shapes(problem: Problem, algorithm: Algorithm, clients: int) -> State:
-    return jax.eval_shape(lambda: _start(problem, algorithm, jax.random.key(0), clients))
+def _shapes(problem: Problem, algorithm: Algorithm, clients: int, private: bool = False) -> State:
+    def start() -> State:
+        state = _start(problem, algorithm, jax.random.key(0), clients)
+        return dataclasses.replace(state, spent=Spent.unknown()) if private else state
+
+    return jax.eval_shape(start)
 
 
 def _grown(state: State, more: int) -> State:
@@ -559,9 +608,11 @@ def _loaded(base: bytes | None, records: Sequence[bytes]) -> tuple[Record | None
     return found[-1] if found else None, [part for part in history if part]
 
 
-def _restored(saved: Record, problem: Problem, algorithm: Algorithm) -> State:
+def _restored(
+    saved: Record, problem: Problem, algorithm: Algorithm, private: bool = False
+) -> State:
     clients = sum(count for _, count in saved.head["link"]["roster"].values())
-    shapes = _shapes(problem, algorithm, clients)
+    shapes = _shapes(problem, algorithm, clients, private)
     try:
         state = take(saved.arrays, "state", shapes, finite=False)
     except Refused as refused:

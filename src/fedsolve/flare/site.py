@@ -33,7 +33,9 @@ from fedsolve.fields import Scalar
 from fedsolve.flare.journal import CannotWrite, Journal, Parts
 from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol, version
+from fedsolve.flare.signatures import Identity
 from fedsolve.flare.site_sums import MOST_BYTES, SiteSums, view_of
+from fedsolve.privacy.distributed import Terms
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
@@ -73,6 +75,8 @@ class SiteClients:
             answer cannot be used.
         guard: The owner's limits; None for none.
         aggregation: The secure sum in which answers leave; None where they leave as they are.
+        terms: Those of a private run, in which this site adds noise.
+        identity: What this site signs its keys for secure sums with.
     """
 
     def __init__(
@@ -85,9 +89,11 @@ class SiteClients:
         say: Callable[[str], None] = lambda sentence: None,
         guard: Guard | None = None,
         aggregation: SecureSum | None = None,
+        terms: Terms | None = None,
+        identity: Identity | None = None,
     ):
         self._say, self._guard = say, guard
-        self._rule = aggregation
+        self._rule, self._terms = aggregation, terms
         self._lock = threading.Lock()
         self._precision = precision
         with precision_of(precision) as dtype:
@@ -107,7 +113,7 @@ class SiteClients:
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
         self._journal = Journal(home)
         _check_data(home, problem)
-        self._sums = None if aggregation is None else SiteSums(home, aggregation)
+        self._sums = None if aggregation is None else SiteSums(home, aggregation, identity)
         base, records = self._journal.load()
         try:
             if base is not None:
@@ -165,6 +171,10 @@ class SiteClients:
         if total not in (0, self._total):
             if total > MOST_CLIENTS:
                 raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
+            if self._terms is not None and self._sums is not None:
+                self._rule, _ = self._terms.agreed(self._problem, self._algorithm, total)
+                self._sums.rule = self._rule
+                self._sums.last = self._terms.rounds
             self._protocol = protocol(self._problem, self._algorithm, total, self._rule)
             self._total = total
             self._work = {
@@ -256,7 +266,9 @@ class SiteClients:
         rows = self._before(number, used, local)
         moved, reply = self._compute(number, round, clients, local, rows, message)
         self._check_finite(f"the reply to '{exchange.method}'", reply)
-        moves = not _same(rows, moved)
+        # Whether a state has moved follows from data; a secure sum must not tell it.
+        hidden = self._sums is not None and bool(jax.tree.leaves(rows))
+        moves = hidden or not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
         values = {} if look is None else self._values(head, "look", seen)
         if self._sums is None:

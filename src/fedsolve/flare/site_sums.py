@@ -27,10 +27,11 @@ from jaxtyping import UInt8, UInt32
 
 from fedsolve.compression.clipping import dense
 from fedsolve.federation.rules import EVALUATION
+from fedsolve.flare.signatures import Identity
 from fedsolve.privacy import encoding
 from fedsolve.privacy.encoding import SEALED_BYTES, Words
 from fedsolve.privacy.masking import Member
-from fedsolve.privacy.secure import SecureSum, words_of
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.storage.arrays import Refused, encode, nothing_left
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.types import PyTree, Table
@@ -75,10 +76,12 @@ class SiteSums:
     Args:
         home: The folder of the run at this site.
         rule: The run's aggregation.
+        identity: What this site signs its keys with; all members must then have signed theirs.
     """
 
-    def __init__(self, home: Path, rule: SecureSum):
-        self.rule = rule
+    def __init__(self, home: Path, rule: SecureSum, identity: Identity | None = None):
+        self.rule, self._identity = rule, identity
+        self.last: int | None = None  # how many rounds a budget allows
         self._path = home / "masked.json"
         self._masked: dict[str, Position] = {}  # by kind of question, the last one masked
         if self._path.exists():
@@ -91,8 +94,13 @@ class SiteSums:
         kinds = {"keys": self._keys, "shares": self._shares, "unmask": self._unmask}
         if (found := kinds.get(str(head.get("kind")))) is None:
             return None
+        told: Table = {"status": "ok"}
         with _refusing():
-            return encode({"status": "ok"}, found(head, arrays))
+            reply = found(head, arrays)
+        if self._identity is not None and head.get("kind") == "keys":
+            data = _signed_data(self._batch, self._member.number, reply["channel"], reply["keys"])
+            told["signed"] = [self._identity.certificate, self._identity.sign(data).hex()]
+        return encode(told, reply)
 
     def _keys(self, head: Table, arrays: dict[str, np.ndarray]) -> dict[str, PyTree]:
         nothing_left(arrays)
@@ -122,6 +130,8 @@ class SiteSums:
                 f"its threshold is {threshold} of {count} members, and this run's is "
                 f"{self.rule.needed(count)}"
             )
+        if self._identity is not None:
+            self._check_signed(self._identity, head.get("signed"), members, channels, keys)
         known = dict(zip(members, (row.tobytes() for row in channels), strict=True))
         self._member.join(known, threshold)
         found = []
@@ -130,6 +140,25 @@ class SiteSums:
             sealed = self._member.share(use_name(self._batch, each), adverts)
             found += [sealed[member] for member in members]
         return {"sealed": as_bytes(found, -1, count, SEALED_BYTES)}
+
+    def _check_signed(
+        self, identity: Identity, signed: object, members: list[int], channels: Bytes, keys: Bytes
+    ) -> None:
+        """Raise unless every member's keys are signed by a site, each by another one."""
+        if not isinstance(signed, list) or len(signed) != len(members):
+            raise Refused("its members' keys are not signed")
+        names = set()
+        for place, (member, entry) in enumerate(zip(members, signed, strict=True)):
+            if not isinstance(entry, list) or not all(isinstance(x, str) for x in entry):
+                raise Refused("its members' keys are not signed")
+            try:
+                certificate, signature = entry[0], bytes.fromhex(entry[1])
+            except (ValueError, IndexError):
+                raise Refused("its members' keys are not signed") from None
+            data = _signed_data(self._batch, member, channels[place], keys[:, place])
+            names.add(identity.check(certificate, signature, data))
+        if len(names) < len(members):
+            raise Refused("a site is a member twice")
 
     def _unmask(self, head: Table, arrays: dict[str, np.ndarray]) -> dict[str, PyTree]:
         self._check_batch(head)
@@ -152,6 +181,8 @@ class SiteSums:
         wish = self._wish(head)
         self._check_batch(wish)
         use = use_name(self._batch, _below(wish.get("use"), MOST_USES))
+        if self.last is not None and position[0] >= self.last + (kind == "evaluation"):
+            raise Refused(f"the run's budget is for {self.last} rounds")
         if position <= self._masked.get(kind, [-1]) and self._now.get(kind) != (position, use):
             raise Spent("it has masked its answer to this question before, or to a later one")
         return use
@@ -189,7 +220,7 @@ class SiteSums:
     def words_of_replies(self, method: str, rows: PyTree, size: int) -> Words:
         """Return the sum of some clients' answers as ring elements."""
         known = jax.vmap(dense)(rows)
-        return np.asarray(words_of(known, self.rule.scale(method, size)))
+        return self.rule.words(method, known, size, self._member.threshold)
 
     def words_of_values(self, rows: PyTree, size: int) -> UInt32[np.ndarray, " words"]:
         """Return the sum of some clients' evaluated values as ring elements."""
@@ -206,6 +237,12 @@ class SiteSums:
     def _check_batch(self, head: Table) -> None:
         if not self._batch or head.get("batch") != self._batch:
             raise Refused("this site has no keys for that sum: it was started again, or is late")
+
+
+def _signed_data(batch: str, number: int, channel: Bytes, keys: Bytes) -> bytes:
+    """Return what a member signs: its keys for a batch."""
+    head = json.dumps([batch, number, len(keys)]).encode()
+    return head + channel.tobytes() + np.ascontiguousarray(keys).tobytes()
 
 
 @contextlib.contextmanager

@@ -264,12 +264,15 @@ class SummingRoster(Roster):
         }
         messages = {site: encode(head, {}) for site, head in heads.items()}
         shapes = {"channel": (KEY,), "keys": (count, KEY)}
-        for number, found in self._bytes_of(asked, messages, shapes).items():
+        signed: dict[int, object] = {}
+        for number, (told, found) in self._bytes_of(asked, messages, shapes).items():
+            signed[number] = told.get("signed")
             channels[number] = found["channel"].tobytes()
             keys[number] = [row.tobytes() for row in found["keys"]]
         self._check_members(asked, channels, threshold)
         members = sorted(channels)
         head: Table = {"kind": "shares", "batch": name, "members": members, "threshold": threshold}
+        head["signed"] = [signed[member] for member in members]
         rows = [keys[member][use] for use in range(count) for member in members]
         public = encode(
             head,
@@ -289,16 +292,16 @@ class SummingRoster(Roster):
 
         for use in range(count):
             adverts = {member: keys[member][use] for member in members}
-            shares = {sender: by_member(found["sealed"][use]) for sender, found in sealed.items()}
+            shares = {s: by_member(found["sealed"][use]) for s, (_, found) in sealed.items()}
             collectors.append(Collector(use_name(name, use), threshold, adverts, shares))
         return Batch(name, asked, threshold, collectors)
 
     def _bytes_of(
         self, asked: list[str], messages: dict[str, bytes], shapes: dict[str, tuple[int, ...]]
-    ) -> dict[int, dict[str, np.ndarray]]:
-        """Send messages, and return the arrays of bytes in the answers that are right."""
+    ) -> dict[int, tuple[Table, dict[str, np.ndarray]]]:
+        """Send messages; return heads and arrays of the answers that are right, by number."""
         templates = {name: np.empty(shape, np.uint8) for name, shape in shapes.items()}
-        right: dict[int, dict[str, np.ndarray]] = {}
+        right: dict[int, tuple[Table, dict[str, np.ndarray]]] = {}
         for site, (head, arrays) in self._send(messages, size_of(templates)).items():
             try:
                 if head["status"] != "ok":
@@ -308,7 +311,7 @@ class SummingRoster(Roster):
             except Refused as refused:
                 self._complain(site, str(refused))
                 continue
-            right[asked.index(site)] = found
+            right[asked.index(site)] = head, found
         return right
 
     def _check_members(
@@ -332,7 +335,7 @@ class SummingRoster(Roster):
         shape = {"told": (len(members), SHARE_BYTES)}
         told = {
             holder: {m: row.tobytes() for m, row in zip(members, found["told"], strict=True)}
-            for holder, found in self._bytes_of(batch.asked, messages, shape).items()
+            for holder, (_, found) in self._bytes_of(batch.asked, messages, shape).items()
         }
         if len(told) < len(there):
             self._batch = None

@@ -11,24 +11,24 @@ C + √d/s for d numbers at the scale s, and the deviation grows with it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 
+import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from scipy.special import ndtri
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.rules import EVALUATION
-from fedsolve.fields import Scalar, static
+from fedsolve.fields import Scalar
 from fedsolve.privacy.accounting import Ledger
 from fedsolve.privacy.encoding import Words
 from fedsolve.privacy.masking import stream
-from fedsolve.privacy.private import Plan, Private
-from fedsolve.privacy.secure import LARGEST, SecureSum
+from fedsolve.privacy.private import Private
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.types import PyTree
 
@@ -42,7 +42,7 @@ class PrivateSum(SecureSum):
         deviations: By exchange, the standard deviation of the noise in each number of a sum.
     """
 
-    deviations: dict[str, Scalar] = static(kw_only=True)
+    deviations: dict[str, Scalar] = eqx.field(kw_only=True)
 
     def bound(self, name: str, size: int) -> Float[Array, ""]:
         return super().bound(name, size) + TAIL * self.deviations[name]
@@ -53,7 +53,7 @@ class PrivateSum(SecureSum):
         total = np.concatenate([leaf.sum(0).reshape(-1) for leaf in leaves])
         rounding = math.sqrt(total.size) / scale
         clip = float(self.clip_of(name))
-        deviation = self.deviations[name] * (1 + rounding / clip) / math.sqrt(threshold)
+        deviation = float(self.deviations[name]) * (1 + rounding / clip) / math.sqrt(threshold)
         noise = deviation * scale * normal(total.size)
         return (np.rint(total * scale) + np.rint(noise)).astype(np.int64).astype(np.uint32)
 
@@ -63,3 +63,53 @@ def normal(size: int) -> Float[np.ndarray, " size"]:
     words = stream(secrets.token_bytes(32), 2 * size).astype(np.uint64)
     whole = (words[:size] >> np.uint64(5)) * np.uint64(2**26) + (words[size:] >> np.uint64(6))
     return ndtri((whole.astype(np.float64) + 0.5) / 2.0**53)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What both ends of a deployment know of a private run before they know its clients.
+
+    Args:
+        secure: The run's aggregation.
+        private: Its privacy.
+        rounds: Its rounds.
+        evaluate_every: The rounds between two evaluations.
+    """
+
+    secure: SecureSum
+    private: Private
+    rounds: int
+    evaluate_every: int = 1
+
+    def __post_init__(self):
+        if self.private.evaluation == "outside":
+            raise InvalidInput(
+                'evaluation="outside" tells f and g without noise, for studies in simulation: a '
+                "deployment needs run.privacy.evaluation=private."
+            )
+
+    def agreed(
+        self, problem: Problem, algorithm: Algorithm, clients: int
+    ) -> tuple[PrivateSum, Ledger]:
+        """Return the rule of the run, and what counts its spending.
+
+        Args:
+            problem: The problem.
+            algorithm: The algorithm.
+            clients: The number of clients of all sites.
+
+        Raises:
+            InvalidInput: If the budget does not last for all rounds.
+        """
+        private, secure = self.private, self.secure
+        plan = private.plan(problem, algorithm, self.rounds, self.evaluate_every, clients)
+        if plan.rounds < self.rounds:
+            raise InvalidInput(
+                f"The budget is spent after {plan.rounds} of {self.rounds} rounds: give a "
+                "deployment more noise or fewer rounds."
+            )
+        clips: dict[str, Scalar] = {}
+        for name, clip in plan.rule.clips.items():
+            clips[name] = min(float(clip), float(secure.clip_of(name)))
+        deviations: dict[str, Scalar] = {name: plan.noise[name] * clips[name] for name in clips}
+        return PrivateSum(clips, secure.threshold, deviations=deviations), plan.ledger

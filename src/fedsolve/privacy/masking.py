@@ -134,6 +134,11 @@ class Member:
         """Its public channel key, for the handshake."""
         return self._key.public_key().public_bytes_raw()
 
+    @property
+    def threshold(self) -> int:
+        """How many members must answer for a sum; 0 before `join`."""
+        return self._threshold
+
     def join(self, channels: Mapping[int, bytes], threshold: int) -> None:
         """Take part with these members.
 

@@ -24,7 +24,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.rules import Context, Rule, Summed, Total, Weights, sums_only
 from fedsolve.fields import Scalar, check_positive, scalar, static
-from fedsolve.privacy.encoding import check_threshold, costs
+from fedsolve.privacy.encoding import Words, check_threshold, costs
 from fedsolve.types import Flags, PyTree, Reply
 
 LARGEST = 2.0**31 * (1 - 1e-6)  # of a sum; the margin is for rounding
@@ -93,10 +93,24 @@ class SecureSum(Rule):
         words = sum(math.prod(np.shape(leaf)[1:]) for leaf in jax.tree.leaves(rows))
         return costs(size, words)
 
+    def bound(self, name: str, size: int) -> Float[Array, ""]:
+        """Return the largest number that a sum over a cohort can have."""
+        return size * jnp.asarray(self.clip_of(name), jnp.result_type(float))
+
     def scale(self, name: str, size: int) -> Float[Array, ""]:
         """Return the scale of the encoding where all answers of a cohort have the same weight."""
-        clip = jnp.asarray(self.clip_of(name), jnp.result_type(float))
-        return (LARGEST - size) / (size * clip)
+        return (LARGEST - size) / self.bound(name, size)
+
+    def words(self, name: str, rows: PyTree, size: int, threshold: int) -> Words:
+        """Return the sum of some clients' answers as ring elements, as a site masks it.
+
+        Args:
+            name: The exchange.
+            rows: The dense answers, stacked on a leading axis.
+            size: The number of clients of the whole cohort.
+            threshold: How many sites are in the sum at least.
+        """
+        return np.asarray(words_of(rows, self.scale(name, size)))
 
     def receive(self, replies: Replies, context: Context) -> Replies:
         name, size = context.name, len(replies.arrived)
