@@ -216,7 +216,7 @@ def test_a_job_keeps_to_the_owners_limits(tmp_path, monkeypatch):
     )
     run = experiment(4).resolved["run"]
     secure, want = {"aggregation": "SecureSum"}, "This site's owner wants run."
-    private = secure | {"privacy": {"epsilon": 4.0}}
+    private = secure | {"privacy": {"epsilon": 4.0, "delta": 1e-3}}
     assert said("[limits]\nsecure = true\n", "f") == f"{want}aggregation=SecureSum."
     least = "[limits]\nepsilon = 3.0\n"
     for name, more in (("g", {}), ("h", secure), ("i", private)):

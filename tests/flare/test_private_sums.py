@@ -143,6 +143,12 @@ def test_answers_come_through_the_noise_and_nothing_overflows():
         assert most * float(loud.scale("improve", 8)) < 2**31
 
 
+def test_noise_that_the_ring_would_round_away_is_refused():
+    rule = rule_of(clip=1.0, deviation=1e-3)
+    with precision_of("float64"), pytest.raises(fs.InvalidInput, match="too coarse for the noise"):
+        rule.words("improve", {"x": np.zeros((1, 4))}, 10_000_000, 3)
+
+
 def test_normal_numbers_are_normal():
     from scipy.stats import kstest
 
@@ -158,6 +164,7 @@ def test_normal_numbers_are_normal():
             lambda: Terms(SECURE, fs.Private(noise=1.0, evaluation="outside"), 3),
             "tells f and g without noise",
         ),
+        (lambda: Terms(SECURE, fs.Private(noise=1.0), 3), "needs run.privacy.delta"),
         (
             lambda: Terms(SECURE, fs.Private(noise=8.0, epsilon=3.0, delta=DELTA), 99).agreed(
                 still(), fs.FedSGM(0.1), 6

@@ -38,6 +38,7 @@ from fedsolve.types import PyTree, Table
 
 MOST_USES = 64  # sums in one batch of keys
 MOST_MEMBERS = 10_000
+MOST_CLIENTS = 10_000_000
 MOST_BYTES = 2**24  # of keys and shares in one question
 KEY = 32  # bytes of a public key
 Bytes = UInt8[np.ndarray, "..."]
@@ -212,7 +213,7 @@ class SiteSums:
     def named(self, head: Table) -> tuple[list[int], int]:
         """Return the members of the sum, and over how many clients it is."""
         wish = self._wish(head)
-        size = _below(wish.get("size"), 2**31)
+        size = _below(wish.get("size"), MOST_CLIENTS + 1)
         if size == 0:
             raise Refused("its sum is over nobody")
         return _increasing(wish.get("members")), size
@@ -220,7 +221,8 @@ class SiteSums:
     def words_of_replies(self, method: str, rows: PyTree, size: int) -> Words:
         """Return the sum of some clients' answers as ring elements."""
         known = jax.vmap(dense)(rows)
-        return self.rule.words(method, known, size, self._member.threshold)
+        with _refusing():
+            return self.rule.words(method, known, size, self._member.threshold)
 
     def words_of_values(self, rows: PyTree, size: int) -> UInt32[np.ndarray, " words"]:
         """Return the sum of some clients' evaluated values as ring elements."""

@@ -25,13 +25,14 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar
 from fedsolve.privacy.accounting import Ledger
-from fedsolve.privacy.encoding import Words
+from fedsolve.privacy.encoding import Refused, Words
 from fedsolve.privacy.masking import stream
 from fedsolve.privacy.private import Private
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.types import PyTree
 
+COARSEST = 16.0  # ring elements in the deviation of a site's noise, for it to be Gaussian
 TAIL = 17.0  # deviations of noise for which the ring has room: 12·√2, exceeded once in 10^32
 
 
@@ -54,6 +55,10 @@ class PrivateSum(SecureSum):
         rounding = math.sqrt(total.size) / scale
         clip = float(self.clip_of(name))
         deviation = float(self.deviations[name]) * (1 + rounding / clip) / math.sqrt(threshold)
+        if deviation * scale < COARSEST:
+            raise Refused(
+                f"The ring is too coarse for the noise of {name!r} in a sum over {size} clients."
+            )
         noise = deviation * scale * normal(total.size)
         return (np.rint(total * scale) + np.rint(noise)).astype(np.int64).astype(np.uint32)
 
@@ -61,8 +66,8 @@ class PrivateSum(SecureSum):
 def normal(size: int) -> Float[np.ndarray, " size"]:
     """Return standard normal numbers from the operating system's randomness."""
     words = stream(secrets.token_bytes(32), 2 * size).astype(np.uint64)
-    whole = (words[:size] >> np.uint64(5)) * np.uint64(2**26) + (words[size:] >> np.uint64(6))
-    return ndtri((whole.astype(np.float64) + 0.5) / 2.0**53)
+    whole = (words[:size] >> np.uint64(6)) * np.uint64(2**26) + (words[size:] >> np.uint64(6))
+    return ndtri((whole.astype(np.float64) + 0.5) / 2.0**52)  # never 0 and never 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +91,11 @@ class Terms:
             raise InvalidInput(
                 'evaluation="outside" tells f and g without noise, for studies in simulation: a '
                 "deployment needs run.privacy.evaluation=private."
+            )
+        if self.private.delta is None:
+            raise InvalidInput(
+                "A deployment needs run.privacy.delta: a site cannot know how many clients there "
+                "are, from which it would follow."
             )
 
     def agreed(

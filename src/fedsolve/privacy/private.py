@@ -27,6 +27,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from scipy.stats import norm
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.participating import Participating
@@ -268,6 +269,24 @@ class Plan:
             name: The exchange, such as `"measure"` for the constraint's values.
         """
         return self.noise[name] * float(self.rule.clips[name]) / self.sampling.expected
+
+    def margin(self, name: str = "measure", confidence: float = 0.95) -> float:
+        """Return a bound on the noise of an exchange's mean in all rounds of the run at once.
+
+        FedSGM reduces the objective in rounds with Ĝ ≤ τ. With this confidence the constraint's
+        mean over clients, of values within the clip, is at most τ + margin in all of these; for a
+        convex constraint and everyone in the cohort, so is g at the mean of their parameters.
+
+        Args:
+            name: The exchange; its replies are single numbers.
+            confidence: The probability with which the bound holds.
+
+        Raises:
+            InvalidInput: If the confidence is no probability between 0 and 1.
+        """
+        if not 0 < confidence < 1:
+            raise InvalidInput(f"confidence must lie between 0 and 1, got {confidence}.")
+        return self.deviation(name) * float(norm.isf((1 - confidence) / self.rounds))
 
 
 class NoisySums(Rule):
