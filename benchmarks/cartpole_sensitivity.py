@@ -1,10 +1,11 @@
 """What decides on constrained CartPole: tolerance, β, step size, and TRPO's own numbers.
 
-    python benchmarks/cartpole_sensitivity.py out.csv 300 3       # rounds, seeds
-    python benchmarks/cartpole_sensitivity.py out.csv 500 8 few   # the best ones only
+    python benchmarks/cartpole_sensitivity.py rule out.csv 500 5 common     # rounds, seeds, scaling
+    python benchmarks/cartpole_sensitivity.py wide out.csv 300 3 common     # β below 2/ε, too
+    python benchmarks/cartpole_sensitivity.py few out.csv 500 8 common      # the best of those
 
 All settings and seeds that differ in numbers only are one program, mapped over problem, algorithm
-and seed: minutes on a GPU, hours on a CPU.
+and seed: minutes on a GPU, hours on a CPU. With `rule` every seed has its own first policy.
 """
 
 import itertools
@@ -12,20 +13,12 @@ import sys
 import time
 from pathlib import Path
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pandas as pd
 
+import batched
 import fedsolve as fs
-from fedsolve.federation.state import State
-from fedsolve.runtimes.chunks import SLOTS, padded, spans_of
-from fedsolve.runtimes.placement import numbers_on_device
-from fedsolve.runtimes.simulation import advance
 from tiny import tiny
 
-AXES = (eqx.if_array(0), eqx.if_array(0), 0)
 BASE = {"step_size": 1.0, "tolerance": 10.0, "beta": 0.05}
 GRID = [
     {"step_size": eta, "tolerance": tolerance, "beta": beta}
@@ -61,47 +54,37 @@ FEW = [
 ]
 
 
-@eqx.filter_jit
-def advance_all(problems, algorithms, states, spans):
-    def one(problem, algorithm, state):
-        return advance(problem, algorithm, state, spans)
-
-    return eqx.filter_vmap(one, in_axes=AXES, out_axes=(0, 1))(problems, algorithms, states)
-
-
-def stack(*leaves):
-    return jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0]
+# The paper's rule: β = 2/ε, or 2 to 3 times that; 1e6 is hard switching
+RULE = [
+    {"step_size": 1.0, "tolerance": tolerance, "beta": beta}
+    for tolerance in (1.0, 2.5, 5.0, 10.0)
+    for beta in (2 / tolerance, 4 / tolerance, 6 / tolerance, 1e6)
+]
+SETTINGS = {"rule": RULE, "wide": GRID + ONE_BY_ONE, "few": FEW}
 
 
-def run_all(settings, rounds, seeds, every, **fixed):
+def run_all(settings, rounds, seeds, every, instances, **fixed):
     """A table of reward, cost and σ for every setting, seed and evaluated round."""
-    cells = [(setting, seed) for setting in settings for seed in range(seeds)]
-    made, problems, algorithms = {}, [], []
-    for setting, _ in cells:
+    labels = [(setting, seed) for setting in settings for seed in range(seeds)]
+    made, cells = {}, []
+    for setting, seed in labels:
         own = dict(setting)
         algorithm = fs.FedSGM(
             own.pop("step_size"), own.pop("tolerance"), fs.Soft(own.pop("beta")), participants=7
         )
-        algorithms.append(numbers_on_device(algorithm, None))
-        name = str(own)
-        if name not in made:
-            made[name] = fs.problems.cartpole(**own, **fixed).on_device()
-        problems.append(made[name])
-    keys = jnp.stack([jax.random.key(seed) for _, seed in cells])
-    problem, algorithm = (jax.tree.map(stack, *each) for each in (problems, algorithms))
-    states = eqx.filter_vmap(State.start, in_axes=AXES)(problem, algorithm, keys)
-    spans = spans_of(0, rounds, every)
-    assert len(spans) <= SLOTS
-    _, entries = advance_all(problem, algorithm, states, padded(spans))
-    found = {name: np.asarray(entries[name])[: len(spans)] for name in ("reward", "cost", "switch")}
+        own |= {"seed": seed if instances else 0}
+        if str(own) not in made:
+            made[str(own)] = fs.problems.cartpole(**own, **fixed)
+        cells.append((made[str(own)], algorithm, seed))
+    found = batched.histories(cells, rounds, every)
     return pd.concat(
         pd.DataFrame(
             setting
             | fixed
-            | {"seed": seed, "round": spans[:, 1]}
-            | {name: values[:, row] for name, values in found.items()}
+            | {"seed": seed, "round": history["round"]}
+            | {name: history[name] for name in ("reward", "cost", "switch")}
         )
-        for row, (setting, seed) in enumerate(cells)
+        for (setting, seed), history in zip(labels, found, strict=True)
     )
 
 
@@ -116,17 +99,14 @@ def summary(table):
     return found.round(2).reset_index()
 
 
-def main(path, rounds, seeds, few):
-    tables = []
-    separate = [each for each in GRID if each["step_size"] == 1]
-    everything = (GRID + ONE_BY_ONE, {"scaling": "common"}), (separate, {"scaling": "separate"})
-    for settings, fixed in ((tiny(FEW, FEW[:2]), {"scaling": "common"}),) if few else everything:
-        began = time.perf_counter()
-        tables.append(run_all(settings, rounds, seeds, max(rounds // 50, 1), **fixed))
-        seconds = time.perf_counter() - began
-        print(f"{len(settings)} settings × {seeds}: {seconds:.0f} s", flush=True)
-        summary(pd.concat(tables)).to_csv(path, index=False)
+def main(which, path, rounds, seeds, scaling):
+    began = time.perf_counter()
+    settings = tiny(SETTINGS[which], SETTINGS[which][:2])
+    every = max(rounds // 50, 1)
+    table = run_all(settings, rounds, seeds, every, which == "rule", scaling=scaling)
+    print(f"{len(settings)} settings × {seeds}: {time.perf_counter() - began:.0f} s", flush=True)
+    summary(table).to_csv(path, index=False)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["few"])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

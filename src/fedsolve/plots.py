@@ -130,9 +130,11 @@ def plot(
     across = min(len(panels), 3) if alone else len(columns)
     rows = math.ceil(len(panels) / across) if alone else len(panels)
     single = all(runs[0].history[name].ndim == 1 for name in panels)  # no curve for each client
-    crowded = alone and single and len(groups) > 3
+    labels = [list(shown) for shown in columns.values()]
+    alike = all(each == labels[0] for each in labels)  # one legend serves all columns
+    crowded = single and alike and len(labels[0]) > (3 if alone else 4)
     with context({**STYLE, **(style or {})}):
-        size = _size(across, rows, width, len(groups) if crowded else 0)
+        size = _size(across, rows, width, len(labels[0]) if crowded else 0)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False, sharey=False if alone else "row")
         for column, (heading, shown) in enumerate(columns.items()):

@@ -314,12 +314,13 @@ class Kept(fs.Tracker):
 
 def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkeypatch):
     words = ["--set", "run.evaluate_every=1", "--track", f"{__name__}:Kept", "--out"]
+    again = ["run", "--resume", "x", "--allow", f"{__name__}:Kept"]
     assert fedsolve("run", "neyman-pearson", "--rounds", 40, *words, "x")[0] == 0
     before = results(tmp_path / "x")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
     try:
-        status, out, told = fedsolve("run", "--resume", "x", "--rounds", 60)
+        status, out, told = fedsolve(*again, "--rounds", 60)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     told = " ".join(told.split())
@@ -337,9 +338,9 @@ def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkey
 
     with monkeypatch.context() as read_only:
         read_only.setattr(atomic, "write_atomically", refuse)
-        status, _, told = fedsolve("run", "--resume", "x")
+        status, _, told = fedsolve(*again)
     assert status == 2
     assert "Cannot write to x: Read-only file system." in " ".join(told.split())
-    assert fedsolve("run", "--resume", "x")[0] == 0  # there is room again
+    assert fedsolve(*again)[0] == 0  # there is room again
     assert fedsolve("run", "neyman-pearson", "--rounds", 60, *words, "y")[0] == 0
     assert results(tmp_path / "x") == results(tmp_path / "y")

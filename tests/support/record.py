@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,12 +32,17 @@ Values = dict[str, Any]  # arrays by name
 
 
 def processor() -> str:
-    """The processor's model: compiled programs use the instructions that it has."""
+    """The processor's model and what it can do: compiled programs use the instructions it has.
+
+    Virtual machines may all say "AMD EPYC", so the name alone is not enough.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
-        return next(line.partition(": ")[2] for line in text.splitlines() if "model name" in line)
-    except (OSError, StopIteration):
+    except OSError:
         return platform.processor() or platform.machine()
+    facts = dict(re.findall(r"^(model name|cpu family|model|flags)\s*: (.*)$", text, re.MULTILINE))
+    flags = hashlib.sha256(facts.pop("flags", "").encode()).hexdigest()[:8]
+    return ", ".join([*(facts[name] for name in sorted(facts)), flags])
 
 
 def same_machine(environment: dict[str, str]) -> bool:

@@ -26,7 +26,7 @@ from fedsolve.auditing.bounds import (
 from fedsolve.auditing.counting import Claimed, Ranges, Sum, Tally, count, range_of
 from fedsolve.errors import InvalidInput
 from fedsolve.storage.atomic import write_atomically
-from fedsolve.types import PyTree
+from fedsolve.types import PyTree, Table
 
 if TYPE_CHECKING:  # a slow import, and a package above this one
     from pandas import DataFrame
@@ -125,7 +125,7 @@ class Audit:
 
         return pd.DataFrame([dataclasses.asdict(each) for each in self.verdicts])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Table:
         """Return the audit as JSON can hold it; what is not finite is None."""
         rows = [
             {
@@ -146,9 +146,9 @@ class Audit:
         Raises:
             InvalidInput: If it is something else.
         """
-        missing: dict[str, Any] = {"value": math.nan, "lower": -math.inf, "upper": math.inf}
+        missing: Table = {"value": math.nan, "lower": -math.inf, "upper": math.inf}
         try:
-            rows: list[dict[str, Any]] = [
+            rows: list[Table] = [
                 {k: missing[k] if v is None and k in missing else v for k, v in row.items()}
                 for row in found["verdicts"]
             ]

@@ -27,7 +27,7 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples, full_mask
 from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import as_samples
-from fedsolve.types import PyTree, Table
+from fedsolve.types import Function, PyTree, Table
 
 ALL = "all"  # the only cell of a plain function
 Range = tuple[float | int, float | int]
@@ -118,7 +118,7 @@ class Tally:
         clients, sums = self.clients + other.clients, self.sums + other.sums
         return Tally(self.claims, clients, sums, self.model)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Table:
         """Return the tally as JSON can hold it."""
         return {
             "model": self.model,
@@ -229,7 +229,7 @@ def count(
     return Tally(tuple(claims), tuple(names), tuple(sums), digest)
 
 
-def _on_device(leaf: Any) -> Any:
+def _on_device(leaf: PyTree) -> PyTree:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -300,7 +300,7 @@ def _count_named(
     mask = None if samples.mask is None else jnp.asarray(full_mask(samples))
     values = jax.tree.map(jnp.asarray, samples.values)
 
-    def one(data: Any, mask: Any) -> dict[str, Any]:
+    def one(data: PyTree, mask: PyTree) -> dict[str, PyTree]:
         return constraint.counts(params, data, mask)
 
     found = jax.vmap(one, in_axes=(0, None if mask is None else 0))(values, mask)
@@ -338,7 +338,7 @@ def _count_mean(
     ranges: Ranges,
 ) -> Found:
     """Sum g_j's values at single samples, if g_j is their mean."""
-    exact: Any = constraint.function
+    exact: Function = constraint.function
     why = "g_j is no mean over samples: state it with fs.constraints"
     claimed = Claimed(name, "mean", None, (f"{prefix}/{ALL}",), False)
     sums: list[dict[str, Sum]] = []
@@ -376,13 +376,13 @@ def _check_range(claim: Claimed, values: Float[np.ndarray, " s"], ranges: Ranges
 
 
 def _single_values(
-    exact: Any, params: PyTree, own: Samples, whole: float
+    exact: PyTree, params: PyTree, own: Samples, whole: float
 ) -> Float[np.ndarray, " s"] | None:
     """Return g_j's values at single samples, where their mean is g_j; None where there are none.
 
     Of several sets of samples, g_j must be a mean over one, and depend on no other.
     """
-    sets: list[tuple[str | None, Any]] = [(None, own.mask)]
+    sets: list[tuple[str | None, PyTree]] = [(None, own.mask)]
     if not own.is_one_set:
         if not isinstance(own.values, dict):
             return None
@@ -393,7 +393,7 @@ def _single_values(
         rows = jax.tree.map(jnp.asarray, moving)
         fixed = {} if name is None else {k: jnp.asarray(v)[:1] for k, v in own.values.items()}
 
-        def at(row: PyTree, name: str | None = name, fixed: Any = fixed) -> Float[Array, ""]:
+        def at(row: PyTree, name: str | None = name, fixed: PyTree = fixed) -> Float[Array, ""]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
             data = alone if name is None else {**fixed, name: alone}
             if exact.sees_mask:

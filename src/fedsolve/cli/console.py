@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, SupportsFloat
+from typing import NamedTuple, NoReturn, SupportsFloat
 
 import numpy as np
 from rich import box
@@ -15,8 +15,9 @@ from rich.table import Table
 from fedsolve.experiments.tracking import Tracked
 from fedsolve.runtimes.history import History
 from fedsolve.solving.result import Run
+from fedsolve.types import PyTree
 
-Records = Mapping[tuple[str, int], Mapping[str, Any]]  # by variant and seed
+Records = Mapping[tuple[str, int], Mapping[str, PyTree]]  # by variant and seed
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 

@@ -14,7 +14,7 @@ from fedsolve.constraints.surrogates import as_surrogate
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.each_client import EachClient
-from fedsolve.types import Function
+from fedsolve.types import Function, PyTree
 
 Groups = Mapping[str, int] | Sequence[str] | None
 JUDGES = ("rate", "surrogate")
@@ -499,7 +499,7 @@ class _Turned:
     def __init__(self, score: Function):
         self.score = score
 
-    def __call__(self, params: Any, data: Any, *extra: Any) -> Any:
+    def __call__(self, params: PyTree, data: PyTree, *extra: PyTree) -> PyTree:
         return -self.score(params, data, *extra)
 
     def __eq__(self, other: object) -> bool:

@@ -53,9 +53,9 @@ class Sums(NamedTuple):
         0.25
     """
 
-    count: Any
-    total: Any
-    squares: Any
+    count: PyTree
+    total: PyTree
+    squares: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ class SampleMeans(Constraint):
     # Exact values
 
     def counts(
-        self, params: PyTree, data: Any, mask: Bool[Array, " s"] | None = None
+        self, params: PyTree, data: PyTree, mask: Bool[Array, " s"] | None = None
     ) -> dict[str, Sums]:
         """Count, over one client's samples, what exact means need.
 
@@ -237,7 +237,7 @@ class SampleMeans(Constraint):
         given = data if mask is None else {**data, "mask": mask}
         return _Tally(self, squares=True)(params, given)
 
-    def rates(self, sums: Mapping[str, Any]) -> dict[str, Number]:
+    def rates(self, sums: Mapping[str, PyTree]) -> dict[str, Number]:
         """Compute the mean of every cell; NaN for a cell without samples.
 
         Args:
@@ -248,7 +248,7 @@ class SampleMeans(Constraint):
         """
         return {key: _mean(one[0], one[1], jnp.nan) for key, one in sums.items()}
 
-    def claimed(self, sums: Mapping[str, Any]) -> dict[str, Number]:
+    def claimed(self, sums: Mapping[str, PyTree]) -> dict[str, Number]:
         """Compute the rate, gap or tail that each claim is about; NaN where it is not known.
 
         Args:
@@ -259,7 +259,7 @@ class SampleMeans(Constraint):
         """
         return {claim.name: self._value(claim, sums) for claim in self.claims}
 
-    def exact(self, sums: Mapping[str, Any]) -> Number:
+    def exact(self, sums: Mapping[str, PyTree]) -> Number:
         """Compute g, the largest violation of a claim.
 
         Claims about cells without samples do not count; where none is left, g is 0.
@@ -279,7 +279,7 @@ class SampleMeans(Constraint):
         largest = jnp.max(jnp.where(known, values, -jnp.inf))
         return jnp.where(jnp.any(known), largest, 0)
 
-    def _value(self, claim: Claim, sums: Mapping[str, Any]) -> Number:
+    def _value(self, claim: Claim, sums: Mapping[str, PyTree]) -> Number:
         rates = jnp.stack([_mean(sums[key][0], sums[key][1], jnp.nan) for key in claim.cells])
         if claim.kind == "gap":
             known = jnp.sum(~jnp.isnan(rates)) > 1
@@ -311,7 +311,7 @@ class SampleMeans(Constraint):
         parts = [focus[key] * total for key, (_, total) in totals.items()]
         return jnp.sum(jnp.stack(parts)) * (1 if scale is None else scale)
 
-    def _tally(self, which: int) -> Any:
+    def _tally(self, which: int) -> PyTree:
         """Return the function of (params, samples) for exact sums (0) or for surrogates (1)."""
         if self.adapted is None:
             raise InvalidInput(f"Give {self.name} to a Problem before clients measure it.")
@@ -422,7 +422,7 @@ class _Tally:
     soft: bool = False
     squares: bool = False
 
-    def __call__(self, params: PyTree, data: Any, *extra: Any) -> dict[str, Any]:
+    def __call__(self, params: PyTree, data: PyTree, *extra: PyTree) -> dict[str, PyTree]:
         of = self.constraint
         values = jnp.asarray(of.values(params, data, *extra))
         rows = jax.tree.leaves({k: v for k, v in data.items() if k != "mask"})[0].shape[0]
@@ -433,7 +433,7 @@ class _Tally:
                 f"shape {values.shape}."
             )
         mask = data["mask"] if "mask" in data else jnp.ones(rows, bool)
-        found: dict[str, Any] = {}
+        found: dict[str, PyTree] = {}
         for cell in of.cells:
             inside = jnp.asarray(mask, bool)
             if of.label is not None and cell.label is not None:
@@ -463,7 +463,7 @@ class _Tally:
         return 1 - of.surrogate(-z) if of.kind == "at_least" else of.surrogate(z)
 
 
-def _mean(count: Any, total: Any, empty: float) -> Any:
+def _mean(count: PyTree, total: PyTree, empty: float) -> PyTree:
     return jnp.where(count > 0, total / jnp.where(count > 0, count, 1), empty)
 
 

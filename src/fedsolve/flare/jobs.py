@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from nvflare.collab import collab
@@ -384,7 +383,7 @@ class CollabTransport:
         set_call_context(self._context)
         for site in messages.keys() - {client.name for client in collab.clients} - self._dead:
             self._lose(site)
-        waiting: dict[str, Any] = {  # results that arrive later
+        waiting: Table = {  # results that arrive later
             site: collab.get_clients([site])(blocking=False, timeout=self._deadline).answer(
                 cell, data
             )

@@ -84,7 +84,7 @@ def problem(
     check_kind("module", module, nnx.Module)
     model = _Model(module)
 
-    def local(function: Any, *, moves: bool = False, name: str = "constraint") -> Any:
+    def local(function: PyTree, *, moves: bool = False, name: str = "constraint") -> Any:
         if not callable(function):
             raise InvalidInput(f"The {name} must be a function of (model, data), got {function!r}.")
         return model.function(function, moves)
@@ -203,7 +203,7 @@ def _split(module: nnx.Module) -> tuple[Any, ...]:
     return nnx.split(module, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
 
 
-def _arrays(state: PyTree) -> dict[str, Any]:
+def _arrays(state: PyTree) -> dict[str, PyTree]:
     """Return variables as nested dicts of NumPy arrays."""
     return jax.tree.map(np.asarray, nnx.to_pure_dict(state))
 

@@ -142,7 +142,7 @@ class Case:
         add("F3AST", "its own", F3AST(0.1, participants=COUNT, local_steps=E), grid, COUNT)
         for strategy, weighting in STRATEGIES.items():
             asks = 10 if strategy == "BANT" else 0
-            select: dict[str, Any] = {"selection": Top(COUNT), "local_steps": E}
+            select: Table = {"selection": Top(COUNT), "local_steps": E}
             if weighting is None:
                 select["selection"] = Random(COUNT)
             else:
@@ -327,7 +327,7 @@ class Decisive:
 
         def solved(given: tuple[int, Table]) -> Run:
             seed, numbers = given
-            only: dict[str, Any] = {name: (value,) for name, value in numbers.items()}
+            only: Table = {name: (value,) for name, value in numbers.items()}
             return sweep(  # of one run: it is stopped by itself, and no other number compiles anew
                 problems[seed],
                 row.algorithm,
@@ -452,7 +452,7 @@ def drawn(data: Frame) -> Any:
     figure = Figure(figsize=(3.4 * columns, 2.6 * rows + 0.6), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     shown = [("GNS", "-"), ("random", "--")]
-    handles: dict[str, Any] = {}
+    handles: Table = {}
     for axis, (key, part) in zip(axes, groups, strict=False):
         own = part[part["unit"] == "messages"]
         for number, framework in enumerate(ORDER):
@@ -470,9 +470,7 @@ def drawn(data: Frame) -> Any:
     return figure
 
 
-def _line(
-    axis: Any, rows: Frame, handles: dict[str, Any], label: str, number: int, line: str
-) -> None:
+def _line(axis: Any, rows: Frame, handles: Table, label: str, number: int, line: str) -> None:
     if not len(rows):
         return
     middle = rows.groupby("budget")["gap"].apply(

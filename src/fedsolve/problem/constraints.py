@@ -14,7 +14,6 @@ A plain function given as a problem's constraint is a `Mean`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -289,25 +288,27 @@ class Maximum(Constraint):
             raise InvalidInput("Maximum needs at least one constraint.")
         self.parts = tuple(as_constraint(part) for part in parts)
 
-    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple[Any, ...]:
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple[PyTree, ...]:
         """Compute the measurements of all parts."""
         return tuple(part.measure(params, samples, scale) for part in self.parts)
 
     def combine(
         self, replies: Replies, weights: Weights = None
-    ) -> tuple[Float[Array, ""], tuple[Any, ...]]:
+    ) -> tuple[Float[Array, ""], tuple[PyTree, ...]]:
         """Compute the largest part, and tell clients which one it is."""
         combined = [part.combine(replies.pick(k), weights) for k, part in enumerate(self.parts)]
         values = jnp.stack([value for value, _ in combined])
         largest = jnp.argmax(values).astype(jnp.uint8)
         return jnp.max(values), (largest, tuple(focus for _, focus in combined))
 
-    def local(self, params: PyTree, samples: Samples, focus: tuple[Any, ...]) -> Float[Array, ""]:
+    def local(
+        self, params: PyTree, samples: Samples, focus: tuple[PyTree, ...]
+    ) -> Float[Array, ""]:
         """Compute the client's part of the constraint that is largest."""
         return self.descended(params, samples, focus, 1)
 
     def descended(
-        self, params: PyTree, samples: Samples, focus: tuple[Any, ...], scale: Scale
+        self, params: PyTree, samples: Samples, focus: tuple[PyTree, ...], scale: Scale
     ) -> Float[Array, ""]:
         """Compute the client's part of the constraint that is largest."""
         largest, inner = focus

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Array, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.samples import Leaf, Pieces, Samples, has_rows, is_pieces
-from fedsolve.types import PRNGKey, Round
+from fedsolve.types import PRNGKey, PyTree, Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Passes:
         index = chosen if order is None else order[chosen]
         rows = jnp.empty(self._rows)
 
-        def take(leaf: Leaf | Pieces) -> Any:
+        def take(leaf: Leaf | Pieces) -> PyTree:
             if isinstance(leaf, Pieces):
                 return leaf.pick(index)
             return leaf[index] if has_rows(leaf, rows) else leaf

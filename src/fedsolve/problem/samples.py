@@ -7,7 +7,6 @@ carry a mask; see `stacking` for the stacking and `padding` for losses on padded
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -170,7 +169,7 @@ class Samples(eqx.Module):
 
         return Samples(self._map(rows), self.mask, None, self.noise, self.state)
 
-    def _map(self, function: Callable[[Any, Mask, Order], Any]) -> PyTree:
+    def _map(self, function: Callable[[PyTree, Mask, Order], PyTree]) -> PyTree:
         """Return `function(leaf, mask, order)` of every leaf, with mask and order of its set."""
         if isinstance(self.mask, dict):
             order = self.order or dict.fromkeys(self.mask)
@@ -222,7 +221,7 @@ def is_pieces(node: object) -> bool:
     return isinstance(node, Pieces)
 
 
-def _arrays(tree: PyTree) -> list[Any]:
+def _arrays(tree: PyTree) -> list[PyTree]:
     """Return the leaves with one row for each sample: all but pieces."""
     leaves = jax.tree.leaves(tree, is_leaf=is_pieces)
     return [leaf for leaf in leaves if not is_pieces(leaf)]

@@ -77,7 +77,7 @@ class Several(Constraint):
 
     def excesses(
         self, replies: Replies, weights: Weights = None
-    ) -> tuple[Float[Array, " k"], tuple[Any, ...]]:
+    ) -> tuple[Float[Array, " k"], tuple[PyTree, ...]]:
         """Compute, on the server, every g_i − ε_i.
 
         Args:
@@ -91,11 +91,11 @@ class Several(Constraint):
         values = jnp.stack([value for value, _ in found])
         return values - jnp.asarray(self.tolerances, values.dtype), tuple(f for _, f in found)
 
-    def focus(self, shares: Float[Array, " k"], focuses: tuple[Any, ...]) -> PyTree:
+    def focus(self, shares: Float[Array, " k"], focuses: tuple[PyTree, ...]) -> PyTree:
         """Return what clients must know to descend Σ share_i · g_i; see `excesses`."""
         return shares, focuses
 
-    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple[Any, ...]:
+    def measure(self, params: PyTree, samples: Samples, scale: Scale) -> tuple[PyTree, ...]:
         """Compute the measurements of all constraints."""
         return tuple(part.measure(params, samples, scale) for part in self.parts)
 
@@ -128,7 +128,7 @@ class Several(Constraint):
         total = jnp.zeros((), kind)
         for number, (part, own) in enumerate(zip(self.parts, focuses, strict=True)):
             # `params` may hold functions, so they are no argument of the branches
-            def value(part: Constraint = part, own: Any = own) -> Float[Array, ""]:
+            def value(part: Constraint = part, own: PyTree = own) -> Float[Array, ""]:
                 return part.descended(params, samples, own, scale).astype(kind)
 
             def nothing() -> Float[Array, ""]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -79,7 +78,7 @@ def _stack(clients: Sequence[PyTree]) -> Samples:
     return Samples(jax.tree.map(lambda *leaves: _pad(leaves), *clients), _mask_of(clients))
 
 
-def _leaves(mask: Mask) -> list[Any]:
+def _leaves(mask: Mask) -> list[PyTree]:
     """Return the mask's leaves; for no mask, one leaf without axes."""
     return jax.tree.leaves(mask) or [None]
 

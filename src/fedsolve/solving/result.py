@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from fedsolve.federation.state import State
 from fedsolve.fields import check_positive
 from fedsolve.problem.problem import Kept, Problem
 from fedsolve.runtimes.history import History
-from fedsolve.types import PyTree, Vector
+from fedsolve.types import PyTree, Table, Vector
 
 if TYPE_CHECKING:  # slow imports, and a package above this one
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def concluded(state: State, history: History, algorithm: Algorithm) -> State:
     return with_best(state, _last(history, KEPT), algorithm.feasible_up_to)
 
 
-def _last(history: History, names: Sequence[str]) -> dict[str, Any]:
+def _last(history: History, names: Sequence[str]) -> Table:
     return {name: history[name][-1] for name in names if name in history}
 
 

@@ -29,12 +29,12 @@ from __future__ import annotations
 
 import dataclasses
 from math import log, sqrt
-from typing import Any
 
 from fedsolve.algorithms.guarantee import EXPECTED, Guarantee
 from fedsolve.compression.compressors import Compressor
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count, check_flag, check_kind, check_positive
+from fedsolve.types import Table
 
 Real = float | int
 
@@ -85,7 +85,7 @@ class _Case:
         return self.q < 1 or self.q_0 < 1 or self.q_u > 0
 
     @property
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Table:
         """Return the fields of a guarantee that a run must match."""
         return {
             "rounds": self.T,

@@ -23,7 +23,7 @@ from fedsolve.theory.gradients import check_functions, totals
 from fedsolve.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedsolve.theory.ppbc import ppbc
 from fedsolve.theory.reference import Point, minimiser
-from fedsolve.types import PyTree, Vector
+from fedsolve.types import PyTree, Table, Vector
 
 if TYPE_CHECKING:
     from fedsolve.solving.result import Run
@@ -172,7 +172,7 @@ def _check_covered(problem: Problem, algorithm: PPBC) -> None:
         )
 
 
-def _add_start(problem: Problem, given: dict[str, Any], convex: bool) -> None:
+def _add_start(problem: Problem, given: Table, convex: bool) -> None:
     """Add f(x⁰) − f* or ‖x⁰ − x*‖ if it is not given, as a bound that can be computed."""
     name = "distance" if convex else "gap"
     if name in given:

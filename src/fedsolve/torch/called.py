@@ -56,7 +56,7 @@ class Copies:
         """The trained parameters by name."""
         return {name: self.network.params[name] for name in self.names}
 
-    def at(self, w: Host, training: bool, state: Mapping[str, Any] | None = None) -> Copy:
+    def at(self, w: Host, training: bool, state: Mapping[str, PyTree] | None = None) -> Copy:
         """Return this thread's copy, with its parameters at w and its buffers as in `state`."""
         point = torch.from_numpy(np.array(w))
         known: dict[Any, Copy] = self._here.__dict__.setdefault("copies", {})
@@ -115,8 +115,8 @@ class Called:
         self._in_jax.defjvp(self._derivative)
 
     def __call__(
-        self, params: PyTree, data: PyTree, key: PRNGKey | None = None, state: Any = None
-    ) -> tuple[PyTree, Any]:
+        self, params: PyTree, data: PyTree, key: PRNGKey | None = None, state: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
         """Compute the function in JAX; return its value and the next state."""
         mask = None
         if isinstance(data, dict) and "mask" in data and "mask" not in self.samples.values:
@@ -126,7 +126,7 @@ class Called:
         values, state = self._in_jax(w, data, mask, words, state)
         return self.returned.unravel(values), state
 
-    def _value(self, w: Vector, data: PyTree, mask: Mask, words: Any, state: Any) -> PyTree:
+    def _value(self, w: Vector, data: PyTree, mask: Mask, words: Words, state: PyTree) -> PyTree:
         """Compute the outputs as one vector, and the next state."""
         leaves, structure = jax.tree.flatten(state)
         shapes = [_shape(self.returned.size, w), *map(_like, leaves)]
@@ -201,7 +201,7 @@ class Called:
 
     # The methods below use NumPy and torch alone: they must not wait for JAX, which waits for them.
 
-    def values(self, w: Host, data: PyTree, mask: Mask, words: Words, state: Any) -> list[Host]:
+    def values(self, w: Host, data: PyTree, mask: Mask, words: Words, state: PyTree) -> list[Host]:
         """Compute the outputs for one client, and the buffers after it."""
         # With gradients enabled here too: a loss may differentiate with respect to its inputs.
         with torch.enable_grad():
@@ -209,7 +209,7 @@ class Called:
             return [as_array(_flat(outputs)), *buffers_of(copy, state)]
 
     def values_and_slopes(
-        self, w: Host, data: PyTree, mask: Mask, words: Words, state: Any
+        self, w: Host, data: PyTree, mask: Mask, words: Words, state: PyTree
     ) -> list[Host]:
         """Compute the outputs for one client, their derivatives by w, and the buffers after it."""
         with torch.enable_grad():
@@ -227,7 +227,7 @@ class Called:
             return [as_array(values), slopes, *buffers_of(copy, state)]
 
     def _run(
-        self, w: Host, data: PyTree, mask: Mask, words: Words, state: Any = None
+        self, w: Host, data: PyTree, mask: Mask, words: Words, state: PyTree = None
     ) -> tuple[Copy, PyTree]:
         """Return the module, and the user's function of it and the real samples."""
         copy = self.copies.at(w, words is not None, state)
@@ -276,7 +276,7 @@ class Form(NamedTuple):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
-    def split(self, extra: Sequence[Any]) -> tuple[Any, Any]:
+    def split(self, extra: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         """Return the key and the state among a function's further arguments."""
         key = extra[0] if self.is_random else None
         return key, extra[-1] if self.changed else None
@@ -290,7 +290,7 @@ class Value:
         self.__qualname__ = _name_of(called.function)  # for the identity of a run
         self.__signature__ = form.signature
 
-    def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
+    def __call__(self, params: PyTree, data: PyTree, *extra: PyTree) -> PyTree:
         """Return the value."""
         return self.called(params, data, *self.form.split(extra))[0]
 
@@ -298,7 +298,7 @@ class Value:
 class Loss(Value):
     """An objective: its value, and the next state if there is one."""
 
-    def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
+    def __call__(self, params: PyTree, data: PyTree, *extra: PyTree) -> PyTree:
         """Return the value, or the value and the next state."""
         found = self.called(params, data, *self.form.split(extra))
         return found if self.form.changed else found[0]
@@ -307,7 +307,7 @@ class Loss(Value):
 class Metric(Value):
     """A metric of (params, test) or (params, test, state)."""
 
-    def __call__(self, params: PyTree, data: PyTree, *extra: Any) -> PyTree:
+    def __call__(self, params: PyTree, data: PyTree, *extra: PyTree) -> PyTree:
         """Return the value, in evaluation."""
         return self.called(params, data, None, extra[-1] if extra else None)[0]
 
@@ -336,7 +336,7 @@ def real_samples(data: PyTree, mask: Mask) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[rows] if has_rows(leaf, rows) else leaf, data)
 
 
-def buffers_of(copy: Copy, state: Any) -> list[Host]:
+def buffers_of(copy: Copy, state: PyTree) -> list[Host]:
     """Return the buffers of the state, in its order."""
     return [as_array(copy.buffers[name]).copy() for name in sorted(state or {})]
 
@@ -354,7 +354,7 @@ def _like(leaf: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
-def _zero(leaf: Array) -> Any:
+def _zero(leaf: Array) -> PyTree:
     """Return the tangent of a leaf that is constant."""
     if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         return jnp.zeros_like(leaf)

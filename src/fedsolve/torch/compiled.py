@@ -25,7 +25,7 @@ from fedsolve.torch.module import Network
 from fedsolve.torch.operators.table import DrawsRandom
 from fedsolve.types import Function, PRNGKey, PyTree
 
-State = Mapping[str, Any]  # arrays by name
+State = Mapping[str, PyTree]  # arrays by name
 BATCH = (
     "it normalises over the batch or changes buffers, and clients differ in size: give batch_size "
     "(and drop_last=True with local_epochs), or call .eval() on the normalisation layers"

@@ -21,7 +21,7 @@ DATASET = "dataset"  # the entry of the clients' data with the number of a clien
 class Datasets:
     """Clients' Datasets, which stay on the host: only their numbers go through JAX."""
 
-    def __init__(self, each: Sequence[Any]):
+    def __init__(self, each: Sequence[PyTree]):
         self.each = tuple(each)
 
     def samples(self) -> Samples:
@@ -30,7 +30,7 @@ class Datasets:
         mask = np.arange(sizes.max()) < sizes[:, None]
         return Samples({DATASET: np.arange(len(sizes), dtype=np.int32)}, mask)
 
-    def of(self, data: Any, mask: Mask = None, order: Host | None = None) -> Any:
+    def of(self, data: PyTree, mask: Mask = None, order: Host | None = None) -> PyTree:
         """Return the Dataset that the data stand for; where it is restricted, a part of it."""
         dataset = self.each[int(data[DATASET])]
         if order is None:
@@ -47,7 +47,7 @@ class Datasets:
         if not callable(function):
             raise InvalidInput(f"A function of (module, data) is needed, got {function!r}.")
 
-        def on(module: torch.nn.Module, data: PyTree) -> Any:
+        def on(module: torch.nn.Module, data: PyTree) -> PyTree:
             with seeded(0):  # a shuffled loader draws an order in evaluation, too
                 return function(module, self.of(data))
 
@@ -67,7 +67,7 @@ def as_datasets(clients: object) -> Datasets | None:
     return Datasets(clients)
 
 
-def _size_of(data: Any) -> int:
+def _size_of(data: PyTree) -> int:
     """Return the number of samples of a Dataset or DataLoader; 0 if it has no length."""
     dataset: Any = data.dataset if isinstance(data, torch.utils.data.DataLoader) else data
     return len(dataset) if hasattr(dataset, "__len__") else 0

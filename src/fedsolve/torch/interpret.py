@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +55,7 @@ def run(
         DrawsRandom: If it draws random numbers without a key.
     """
     kinds = {"params": params, "buffers": buffers, "constants": program.constants, "data": data}
-    known: dict[str, Any] = {
+    known: dict[str, PyTree] = {
         name: jnp.asarray(kinds[kind][which]) for name, (kind, which) in program.inputs.items()
     }
     draws = 0
@@ -79,7 +78,7 @@ def run(
     return program.structure.unflatten(outputs), changed
 
 
-def _known(value: Any, known: Mapping[str, Any]) -> Any:
+def _known(value: PyTree, known: Mapping[str, PyTree]) -> PyTree:
     """Return the value of an argument."""
     if isinstance(value, torch.fx.Node):
         return known[value.name]
@@ -94,9 +93,9 @@ def _apply(
     node: torch.fx.Node,
     used: Operator,
     key: PRNGKey | None,
-    args: list[Any],
-    options: dict[str, Any],
-) -> Any:
+    args: list[PyTree],
+    options: dict[str, PyTree],
+) -> PyTree:
     """Compute one operator, in the layout that it can use, and check the result."""
     options = {name: value for name, value in options.items() if name not in DROPPED}
     given = (args, options)
@@ -120,7 +119,7 @@ def _apply(
     return _checked(node, Last(found) if stays else found, expected)
 
 
-def _checked(node: torch.fx.Node, found: Any, expected: Any) -> Any:
+def _checked(node: torch.fx.Node, found: PyTree, expected: PyTree) -> PyTree:
     """Return a result in PyTorch's type; raise if it has another shape."""
     if found is None or not isinstance(expected, torch.Tensor):
         return found
@@ -135,18 +134,18 @@ def _checked(node: torch.fx.Node, found: Any, expected: Any) -> Any:
     return found if found.dtype == dtype else found.astype(dtype)
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: PyTree) -> bool:
     """Return whether the value is images with their channels last."""
     return isinstance(value, Last)
 
 
-def _spreads(given: Any) -> bool:
+def _spreads(given: PyTree) -> bool:
     """Return whether all arguments fit images with their channels last."""
     leaves = jax.tree.leaves(given, is_leaf=_is_image)
     return all(np.ndim(x) <= 4 for x in leaves if isinstance(x, jax.Array))
 
 
-def _spread(value: Any) -> Any:
+def _spread(value: PyTree) -> PyTree:
     """Return an argument with its channels last."""
     if isinstance(value, Last):
         return value.array

@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
-from fedsolve.types import Function
+from fedsolve.types import Function, PyTree
 
 TRIALS = 2  # timed calls of each kind, after one that is not timed
 
@@ -65,7 +64,7 @@ class Clients:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # per client, if together
         self._warm = False
 
-    def __call__(self, clients: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def __call__(self, clients: Sequence[tuple[PyTree, ...]]) -> list[PyTree]:
         """Return the function's value for each client, in order."""
         if len(clients) == 1:
             return [self.function(*clients[0])]
@@ -89,5 +88,5 @@ class Clients:
             return counts[True] <= counts[False]
         return least[True] <= least[False]
 
-    def _in_turn(self, clients: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _in_turn(self, clients: Sequence[tuple[PyTree, ...]]) -> list[PyTree]:
         return [self.function(*client) for client in clients]

@@ -26,7 +26,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -259,7 +258,7 @@ def load(module: torch.nn.Module, params: Mapping[str, Leaf] | Run) -> torch.nn.
         >>> net(torch.ones(2)).tolist()
         [3.0]
     """
-    given: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
+    given: Mapping[str, PyTree] = params if isinstance(params, Mapping) else {}
     if isinstance(params, Run):
         given = {**params.params, **(getattr(params.state, "buffers", None) or {})}
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}

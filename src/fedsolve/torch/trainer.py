@@ -63,7 +63,7 @@ class Trainer:
         mask: Mask,
         order: PyTree,
         words: Host,
-        state: Any,
+        state: PyTree,
         correction: dict[str, Host],
         corrected: bool = False,
     ) -> list[Host]:
@@ -158,7 +158,7 @@ class Trainer:
             )
         return {name: found[name] for name in self.names}
 
-    def _data(self, dtype: np.dtype, data: PyTree, mask: Mask, order: PyTree) -> Any:
+    def _data(self, dtype: np.dtype, data: PyTree, mask: Mask, order: PyTree) -> PyTree:
         """Return the client's data as its Dataset, or as tensors without padding."""
         if self.datasets is not None:
             return self.datasets.of(data, mask, order)
@@ -228,7 +228,7 @@ class _Watched:
         self.used: list[str] = []  # common random states that it moved
         train = trainer.train
 
-        def watched(module: torch.nn.Module, data: Any, key: int) -> Any:
+        def watched(module: torch.nn.Module, data: PyTree, key: int) -> PyTree:
             before = _common_randomness()
             returned = train(module, data, key)
             after = _common_randomness()

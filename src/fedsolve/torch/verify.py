@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -144,7 +143,7 @@ def compare(compiled: Compiled, samples: Samples, found: dict[int, Found], smoot
     """
     network, mask = compiled.network, samples.mask
 
-    def total(params: dict, one: Samples) -> tuple[Any, list]:
+    def total(params: dict, one: Samples) -> tuple[PyTree, list]:
         data = one.values
         if one.mask is None:
             outputs = compiled(params, data)[0]
