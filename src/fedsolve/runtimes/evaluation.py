@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -184,7 +185,8 @@ def values_limited(rules: Sequence[Rule], values: Values) -> Values:
     clip = lowest_clip(rules, EVALUATION)
     if clip is None:
         return values
-    return {k: jax.vmap(lambda reply: limit(reply, clip))(own) for k, own in values.items()}
+    limited = jax.vmap(functools.partial(limit, bound=clip))
+    return {name: limited(own) for name, own in values.items()}
 
 
 def combined(
