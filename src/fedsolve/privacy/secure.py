@@ -24,7 +24,7 @@ from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.rules import Context, Rule, Summed, Total, Weights, sums_only
 from fedsolve.fields import Scalar, check_positive, scalar, static
-from fedsolve.privacy.encoding import Words, check_threshold, costs
+from fedsolve.privacy.encoding import LEAST_MEMBERS, Words, check_threshold, costs
 from fedsolve.types import Flags, PyTree, Reply
 
 LARGEST = 2.0**31 * (1 - 1e-6)  # of a sum; the margin is for rounding
@@ -80,7 +80,7 @@ class SecureSum(Rule):
 
     def needed(self, size: int) -> int:
         """Return how many of a cohort must answer."""
-        return max(math.ceil(self.threshold * size - 1e-9), size // 2 + 1)
+        return max(math.ceil(self.threshold * size - 1e-9), size // 2 + 1, LEAST_MEMBERS)
 
     def arriving(self, arrived: Flags) -> Flags:
         needed = self.needed(len(arrived))
