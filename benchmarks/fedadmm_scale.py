@@ -5,6 +5,8 @@
     python benchmarks/fedadmm_scale.py dense 1000 4000    # some of them
     python benchmarks/fedadmm_scale.py devices 2 1000     # clients shared out over two devices
     python benchmarks/fedadmm_scale.py blocks             # how many clients at once
+    python benchmarks/fedadmm_scale.py dense 1000 --beside ../before/src  # another version, too
+    python benchmarks/fedadmm_scale.py rounds sparse 4000 --beside ../before/src  # without NumPy
 
 Example 5.1 (or 5.2 on generated sparse rows) with k_0 = 10, ρ = 0.5, float32. The peer is Algorithm
 1 client by client in NumPy (SciPy for sparse rows), on unpadded data, with the gradient at w
@@ -19,11 +21,13 @@ the padded data, once each. Each m runs in a process of its own, since peak memo
 the process.
 """
 
+import itertools
 import os
 import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -49,7 +53,7 @@ import fedsolve as fs  # noqa: E402
 from fedsolve.problems.regression import deal  # noqa: E402
 
 
-def best(function, times=3):
+def best(function, times=3) -> np.ndarray:
     """The least wall clock and the least processor time."""
     found = []
     for _ in range(times):
@@ -161,13 +165,50 @@ def one_size(kind, m):
         error = np.abs(found["w"] - run.params).max() / np.abs(found["w"]).max()
         assert error < 1e-3, f"the two must be the same run: {error}"
     product, copy = machine()
-    accuracy = None if kind == "dense" else 1e-7
-    below = fs.theory.fedadmm.tolerance(problem, accuracy, test="code")
+    accuracy: dict[str, Any] = {} if kind == "dense" else {"accuracy": 1e-7}
+    below = fs.theory.fedadmm.tolerance(problem, **accuracy, test="code")
     whole = ours(UNTIL, fs.Stationary(below))
     print(
         m, data / 1e9, peak / 1e9, short[0], *each, *peers, 1.5 * flops / 1e9, 1.5 * data / 1e9,
         product, copy, whole.rounds, whole.seconds,
     )  # fmt: skip
+
+
+def rounds_only(kind, m):
+    """The seconds of a round, wall clock and processor, and those of the first."""
+    problem = {"dense": dense, "sparse": sparse}[kind](m)[0]
+    algorithm = fs.FedADMM(participants=m // 2, local_iterations=LOCAL)
+
+    def ours(rounds):
+        return fs.solve(problem, algorithm, rounds, stop=fs.Stationary(below=1e-30))
+
+    ours(1)  # compiles
+    short = best(lambda: ours(1), 3)
+    each = np.subtract(best(lambda: ours(ROUNDS + 1), 3), short) / ROUNDS
+    print(m, *short, *each)
+
+
+def compare_rounds(kind, sizes, beside):
+    """Rounds of both versions in turn, twice."""
+    columns = ("m", "version", "first round", "CPU", "one more", "CPU")
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    versions = list(versions_of(beside).items())
+    for m, (version, path) in itertools.product(sizes, 2 * versions):
+        _, *seconds = run_one("only", kind, m, path).split()
+        table.add_row(str(m), version, *(f"{float(x):.3f} s" for x in seconds))
+        print(m, version, *seconds, flush=True)
+    Console().print(table)
+
+
+def versions_of(beside):
+    return {"this": None, "other": beside} if beside else {"this": None}
+
+
+def run_one(what, kind, m, path):
+    """The output of one size in a process of its own; empty if that failed."""
+    env = os.environ | ({"PYTHONPATH": path} if path else {})
+    words = [sys.executable, __file__, what, kind, str(m)]
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, env=env).stdout
 
 
 def blocks(m):
@@ -188,27 +229,25 @@ def blocks(m):
     Console().print(table)
 
 
-def main(kind, sizes):
+def main(kind, sizes, beside):
     table = Table(box=box.SIMPLE_HEAD)
     for column in (
-        "m", "data", "run's memory", "first round", "one more", "CPU", "plain", "CPU", "ratio",
-        "CPU", "shortcut", "CPU", "ratio", "CPU", "GFLOP/s", "of product", "GB/s", "of copy",
-        "until the code's rule",
+        "m", "version", "data", "run's memory", "first round", "one more", "CPU", "plain", "CPU",
+        "ratio", "CPU", "shortcut", "CPU", "ratio", "CPU", "GFLOP/s", "of product", "GB/s",
+        "of copy", "until the code's rule",
     ):  # fmt: skip
         table.add_column(column, justify="right")
-    for m in sizes:
-        done = subprocess.run(
-            [sys.executable, __file__, "one", kind, str(m)], stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode:
+    for m, (version, path) in itertools.product(sizes, versions_of(beside).items()):
+        told = run_one("one", kind, m, path)
+        if not told:
             continue
-        print(done.stdout, flush=True)
+        print(told, flush=True)
         (
             _, data, peak, short, each, busy, plain, plain_busy, cut, cut_busy, flops, read,
             product, copy, rounds, whole,
-        ) = map(float, done.stdout.split())  # fmt: skip
+        ) = map(float, told.split())  # fmt: skip
         table.add_row(
-            f"{m}", f"{data:.2f} GB", f"{peak:.2f} GB", f"{short:.2f} s", f"{each:.3f} s",
+            f"{m}", version, f"{data:.2f} GB", f"{peak:.2f} GB", f"{short:.2f} s", f"{each:.3f} s",
             f"{busy:.3f} s", f"{plain:.3f} s", f"{plain_busy:.3f} s", f"{plain / each:.1f}",
             f"{plain_busy / busy:.1f}", f"{cut:.3f} s", f"{cut_busy:.3f} s", f"{cut / each:.1f}",
             f"{cut_busy / busy:.1f}", f"{flops / each:.1f}",
@@ -222,10 +261,16 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if words[:1] == ["one"]:
         one_size(words[1], int(words[2]))
+    elif words[:1] == ["only"]:
+        rounds_only(words[1], int(words[2]))
     elif words == ["blocks"]:
         blocks(tiny(1000, 8))
     else:
         if words[:1] == ["devices"]:
             os.environ["DEVICES"], words = words[1], words[2:]
+        show = compare_rounds if words[:1] == ["rounds"] else main
+        words = words[show is compare_rounds :]
         kind = words.pop(0) if words[:1] in (["dense"], ["sparse"]) else "dense"
-        main(kind, list(map(int, words)) or SIZES)
+        beside = words.pop(words.index("--beside") + 1) if "--beside" in words else ""
+        words = [word for word in words if word.isdigit()]
+        show(kind, list(map(int, words)) or SIZES, beside)

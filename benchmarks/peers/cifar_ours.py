@@ -12,12 +12,12 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rounds import timed
 from work import ROUNDS, WORK, Meter, data
 
 import fedsolve as fs
 from fedsolve.models.convolution import convolve2d
 from fedsolve.models.layers import halve
-from fedsolve.problem.samples import Samples
 
 COMPUTE = os.environ.get("COMPUTE", "float32")
 GROUPED = os.environ.get("CONVOLUTION") == "grouped"
@@ -50,8 +50,7 @@ def scores(params, images, key=None):
     return (rows @ params["head"]["weight"] + params["head"]["bias"]).astype(jnp.float32)
 
 
-def loss(params, data):
-    key = jax.random.wrap_key_data(data["noise"]) if "noise" in data else None
+def loss(params, data, key=None):
     shares = jax.nn.log_softmax(scores(params, data["x"], key))
     return -jnp.mean(jnp.take_along_axis(shares, data["y"][:, None].astype(int), axis=1))
 
@@ -61,23 +60,6 @@ def accuracy(params, test):
         return jnp.argmax(scores(params, pair[0][None]), axis=1)[0] == pair[1]
 
     return jnp.mean(jax.lax.map(right, (test["x"], test["y"]), batch_size=500))
-
-
-class Noisy(fs.Client):
-    """A client whose steps drop units, by the key that draws its minibatch."""
-
-    def _draw_samples(self, key):
-        drawn = super()._draw_samples(key)
-        own = jax.random.fold_in(self.key if key is None else key, 1)
-        return Samples({**drawn.values, "noise": jax.random.key_data(own)})
-
-
-class Dropping(fs.Problem):
-    def __init__(self, *given, **options):
-        super().__init__(*given, **options)
-
-    def client(self, samples, w, round, index, key, memory=None, /):
-        return Noisy(self, samples, w, round, index, key, memory)
 
 
 def start(key):
@@ -100,7 +82,7 @@ def start(key):
 meter = Meter()
 x, y = data()
 test = np.load(os.environ["DATA"])
-problem = Dropping(
+problem = fs.Problem(
     loss,
     {"x": x, "y": y},
     start(jax.random.key(0)),
@@ -108,10 +90,5 @@ problem = Dropping(
     test={"x": test["test_x"], "y": test["test_y"]},
     metrics={"accuracy": accuracy},
 )
-algorithm = fs.FedAvg(WORK.rate, local_steps=WORK.steps, participants=WORK.cohort)
-run = fs.solve(problem, algorithm, 1, evaluate_every=ROUNDS + 1)
-state = run.state
-meter.first_done()
-run = fs.solve(problem, algorithm, ROUNDS + 1, evaluate_every=ROUNDS + 1, resume=state)
-meter.done(ROUNDS)  # with the one evaluation at its end
-meter.report(loss=run.history["objective"][-1], accuracy=run.history["accuracy"][-1])
+algorithm = fs.FedAvg(WORK.rate, local_epochs=WORK.epochs, participants=WORK.cohort)
+meter.report(**timed(problem, algorithm, meter, ROUNDS))

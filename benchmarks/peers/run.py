@@ -2,11 +2,14 @@
 
     python benchmarks/peers/run.py [NAME ...]                   # small work
     python benchmarks/peers/run.py --work mnist                 # FLUTE's MNIST configuration
-    python benchmarks/peers/run.py --work cifar10 [--rounds 3]  # pfl's; 1500 rounds, for a GPU
+    python benchmarks/peers/run.py --work cifar10               # pfl's, with dropout
+    python benchmarks/peers/run.py --work torch                 # a small nn.Module
+    python benchmarks/peers/run.py --work resnet                # ResNet-18, one client's pass
 
 Makes an environment for each peer (in the cache folder, by name and version), runs the same work in
-each, one after the other, and prints the table. Where a peer cannot run, its row says why. Seconds
-are the median of three tries (of one for cifar10). `TORCH=torch==…` is for another PyTorch.
+each, one after the other, `--tries` times over, and prints the table of medians. Every try is a
+process that times its rounds three times after a first one. Where a peer cannot run, its row says
+why. `--rounds 1500` is pfl's whole run. `TORCH=torch==…` is for another PyTorch.
 """
 
 import argparse
@@ -33,6 +36,7 @@ class Peer(NamedTuple):
     packages: tuple[str, ...] | None = None
     rounds: int | None = None  # where the work's own would take too long
     reason: str = ""
+    mode: str = ""
 
 
 LINEAR = {
@@ -49,10 +53,19 @@ PEERS = {
     "mnist": LINEAR | {"FLUTE": FLUTE},
     "cifar10": {
         "Fedsolve": Peer("cifar_ours.py"),
+        "Fedsolve, nn.Module": Peer("torch_ours.py"),
+        "PyTorch loop": Peer("torch_loop.py"),
         "pfl 0.6.0": Peer("cifar_pfl_peer.py", ("pfl[pytorch]==0.6.0", TORCH)),
     },
+    "torch": {
+        "Fedsolve": Peer("torch_ours.py"),
+        "Fedsolve, callback": Peer("torch_ours.py", mode="callback"),
+        "PyTorch loop": Peer("torch_loop.py"),
+    },
+    "resnet": {"Fedsolve": Peer("torch_ours.py"), "PyTorch loop": Peer("torch_loop.py")},
 }
-ROUNDS = {"small": 200, "mnist": 100, "cifar10": 1500}
+ROUNDS = {"small": 200, "mnist": 100, "cifar10": 2, "torch": 200, "resnet": 1}
+PREPARED = ("mnist", "cifar10")
 
 
 def prepared(work: str, tiny: bool) -> Path:
@@ -104,6 +117,7 @@ def measured(name: str, peer: Peer, told: dict[str, str]) -> dict[str, float] | 
     """What it found, or why it did not."""
     if peer.script is None:
         return peer.reason
+    told = told | {"MODE": peer.mode or "compiled"}
     if peer.packages is not None:  # nothing of this environment
         told = told | {"PYTHONPATH": ""}
     try:
@@ -128,31 +142,58 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="some of the peers")
     parser.add_argument("--work", choices=list(PEERS), default="small")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--ours", action="store_true", help="those that need no other environment")
+    parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="one round, to see that it runs")
     given = parser.parse_args()
-    peers, told = PEERS[given.work], {"WORK": given.work}
-    if given.work != "small":
+    peers, told = PEERS[given.work], {"WORK": given.work, "TINY": str(int(given.tiny))}
+    if given.work in PREPARED:
         told["DATA"] = str(prepared(given.work, given.tiny))
-    columns = (
-        "s a round | ratio | start and compile, s | peak memory, MB | loss | accuracy | rounds"
-    )
-    print(f"| | {columns} |")
-    print("|---|---|---|---|---|---|---|---|")
-    ours = None
-    for name in given.names or peers:
-        rounds = 1 if given.tiny else given.rounds or peers[name].rounds or ROUNDS[given.work]
-        found = measured(name, peers[name], told | {"ROUNDS": str(rounds)})
-        if isinstance(found, str):
-            print(f"| {name} | {found} | | | | | | |", flush=True)
-            continue
-        ours = found["seconds"] if name == "Fedsolve" else ours
-        times = found["seconds"] / ours if ours else 0.0
-        ratio = f"{times:.2f}" if times < 10 else f"{times:.0f}"
-        cells = [f"{found['seconds']:.2e}", ratio, f"{found['start']:.1f}", f"{found['peak']:.0f}"]
-        right = f"{found['accuracy']:.3f}" if "accuracy" in found else ""
-        cells += [f"{found['loss']:.4f}", right, str(rounds)]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    names = given.names or list(peers)
+    if given.ours:
+        names = [name for name in names if peers[name].script and not peers[name].packages]
+    rounds = {
+        name: 1 if given.tiny else given.rounds or peers[name].rounds or ROUNDS[given.work]
+        for name in names
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    for _ in range(1 if given.tiny else given.tries):
+        for name in names:
+            if name in failed:
+                continue
+            one = measured(name, peers[name], told | {"ROUNDS": str(rounds[name])})
+            if isinstance(one, str):
+                failed[name] = one
+            else:
+                found[name].append(one)
+                print(name, one, file=sys.stderr, flush=True)
+    print_table({name: failed.get(name) or medians(found[name]) for name in names}, rounds)
     print(f"\n{time.strftime('%Y-%m-%d')}, load at the end {os.getloadavg()[0]:.1f}")
+
+
+def medians(tries: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each number over the tries."""
+    return {name: float(np.median([one[name] for one in tries])) for name in tries[0]}
+
+
+def print_table(found: dict[str, dict[str, float] | str], rounds: dict[str, int]) -> None:
+    """One row for each peer."""
+    columns = ["s a round", "ratio", "start and compile, s", "peak memory, MB", "evaluation, s"]
+    columns += ["loss", "accuracy", "rounds"]
+    print(f"| | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    ours = found.get("Fedsolve")
+    for name, one in found.items():
+        if isinstance(one, str):
+            print(f"| {name} | {one}{' |' * len(columns)}")
+            continue
+        times = one["seconds"] / ours["seconds"] if isinstance(ours, dict) else 0.0
+        cells = [f"{one['seconds']:.2e}", f"{times:.2f}" if times < 10 else f"{times:.0f}"]
+        cells += [f"{one['start']:.1f}", f"{one['peak']:.0f}"]
+        cells += [f"{one['evaluation']:.2f}" if "evaluation" in one else "", f"{one['loss']:.4f}"]
+        cells += [f"{one['accuracy']:.3f}" if "accuracy" in one else "", str(rounds[name])]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ cifar10 as pfl's benchmark: 1000 users of 50 images, 50 of them a round, one epo
         rate 0.1; two convolutions (32 and 64 filters of 3×3), the maxima of 2×2, 128 units, 10
         classes, with pfl's dropout of 0.25 and 0.5.
 
+torch   a network as an unchanged `nn.Module`: 30-16-1 with tanh, 100 clients of 50 samples, 10 of
+        them a round, 5 full-batch gradient steps each.
+resnet  ResNet-18 with batch normalisation, one client's pass of 20 steps of 32 images.
+
 Which clients take part is the peer's own affair; where it ends is not.
 """
 
@@ -33,22 +37,30 @@ class Work(NamedTuple):
 
 
 NAME = os.environ.get("WORK", "small")
+TINY = os.environ.get("TINY") == "1"
 WORK = {
     "small": Work(100, 50, (30,), 10, 5, 0.1, epochs=5),
     "mnist": Work(1000, 60, (785, 10), 10, 6, 0.03, batch=10),
     "cifar10": Work(1000, 50, (), 50, 5, 0.1, batch=10),
+    "torch": Work(100, 50, (30,), 10, 5, 0.1, epochs=5),
+    "resnet": Work(1, 2, (), 1, 1, 0.01, batch=2)
+    if TINY
+    else Work(1, 640, (), 1, 20, 0.01, batch=32),
 }[NAME]
 ROUNDS = int(os.environ.get("ROUNDS", "200"))
 # For those that would be done too soon to be measured:
-LONG = {"small": 100, "mnist": 10, "cifar10": 1}[NAME] * ROUNDS
+LONG = {"small": 100, "mnist": 10}.get(NAME, 1) * ROUNDS
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """Inputs (clients, samples, ...) and classes; for `small` 0.0 or 1.0."""
-    if NAME != "small":
+    """Inputs (clients, samples, ...) and classes; for `small` and `torch` 0.0 or 1.0."""
+    if "DATA" in os.environ:
         found = np.load(os.environ["DATA"])
         return found["x"], found["y"]
     rng = np.random.default_rng(0)
+    if NAME == "resnet":
+        shape = WORK.clients, WORK.samples
+        return rng.integers(0, 256, (*shape, 32, 32, 3), np.uint8), rng.integers(0, 10, shape)
     x = rng.standard_normal((WORK.clients, WORK.samples, *WORK.shape)).astype(np.float32)
     truth = rng.standard_normal(WORK.shape) / 3
     noisy = x @ truth + 0.5 * rng.standard_normal((WORK.clients, WORK.samples))
@@ -76,6 +88,7 @@ class Meter:
         self._began = self._since = time.perf_counter()
         self._start = 0.0
         self._tries: list[float] = []
+        self._evaluation: float | None = None
 
     def first_done(self) -> None:
         self._since = time.perf_counter()
@@ -87,12 +100,21 @@ class Meter:
         self._tries.append((now - self._since) / rounds)
         self._since = now
 
+    def evaluated(self) -> None:
+        """An evaluation of all clients since the last call."""
+        self._evaluation = time.perf_counter() - self._since
+
+    def pause(self) -> None:
+        """What was done since the last call does not count."""
+        self._since = time.perf_counter()
+
     def report(self, w: np.ndarray | None = None, **judged_already: float) -> None:
         """Prints what was measured."""
         found = {
             "seconds": float(np.median(self._tries)),
             "start": self._start,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            **({} if self._evaluation is None else {"evaluation": self._evaluation}),
             **(judged_already if w is None else judged(w)),
         }
         print("FOUND " + json.dumps(found), flush=True)

@@ -43,7 +43,14 @@ from fedsolve.problem.several import Several
 from fedsolve.problem.stacking import stack_clients
 from fedsolve.solving.result import BestRound, Run, Sweep
 from fedsolve.solving.solve import solve
-from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
+from fedsolve.solving.stopping import (
+    NearFedADMM,
+    NearOptimum,
+    Reached,
+    Spent,
+    Stationary,
+    StationaryForSize,
+)
 from fedsolve.solving.sweep import sweep
 
 __version__ = "0.2.0.dev0"
@@ -68,6 +75,7 @@ __all__ = [
     "Maximum",
     "Mean",
     "Mixture",
+    "NearFedADMM",
     "NearOptimum",
     "Problem",
     "ProcessLost",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import html
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,6 +77,22 @@ def check_positive(name: str, value: object, zero: bool = False) -> None:
         raise InvalidInput(f"{name} must be {'at least 0' if zero else 'positive'}, got {value}.")
 
 
+def check_probability(name: str, value: object) -> None:
+    """Raise if a number is not above 0 and at most 1. Traced numbers are not checked."""
+    if not isinstance(value, Tracer):
+        number = np.asarray(value)
+        if not np.all((number > 0) & (number <= 1)):
+            raise InvalidInput(f"{name} must be above 0 and at most 1, got {value}.")
+
+
+def check_momentum(name: str, value: object) -> None:
+    """Raise if a number is negative, 1 or more. Traced numbers are not checked."""
+    if not isinstance(value, Tracer):
+        number = np.asarray(value)
+        if not np.all((number >= 0) & (number < 1)):
+            raise InvalidInput(f"{name} must be at least 0 and below 1, got {value}.")
+
+
 def check_count(name: str, value: object, most: int | None = None) -> None:
     """Raise if a count is not a whole number from 1 to `most`, the number of clients."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -116,3 +133,13 @@ def check_kind(name: str, value: object, kind: type[Value]) -> Value:
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise InvalidInput(f"{name} must be {article} {kind.__name__}, got {value!r}.")
     return value
+
+
+def html_table(title: str, rows: Mapping[str, str], note: str = "") -> str:
+    """Return a small table for notebooks, with a title and a note below it."""
+    lines = [
+        f'<tr><th style="text-align:left">{html.escape(k)}</th><td>{html.escape(v)}</td></tr>'
+        for k, v in rows.items()
+    ]
+    end = f"<p>{html.escape(note)}</p>" if note else ""
+    return f"<b>{html.escape(title)}</b><table>{''.join(lines)}</table>{end}"

@@ -215,10 +215,11 @@ def tradeoff(groups: Groups, path: str | Path | None = None) -> Figure:
 
 
 def effort(groups: Groups, path: str | Path | None = None) -> Figure:
-    """Plot the number of rounds after which a rule stopped the runs.
+    """Plot the number of rounds after which a rule stopped the runs, and their seconds.
 
     Labels are of the form "FedADMM: k_0 = 5". Each word before a colon has a curve: the median
-    over runs, with a band from the least to the greatest, against the number after it.
+    over runs, with a band from the least to the greatest, against the number after it. Seconds have
+    a panel if all runs have them (`seconds`).
 
     Args:
         groups: Runs by label.
@@ -229,30 +230,54 @@ def effort(groups: Groups, path: str | Path | None = None) -> Figure:
     """
     from matplotlib.figure import Figure
     from matplotlib.style import context
-    from matplotlib.ticker import LogLocator
 
+    measures: dict[str, Callable[[PlottedRun], float]] = {"Rounds": lambda run: run.rounds}
+    if all(_seconds(run) > 0 for runs in groups.values() for run in runs):
+        measures["Seconds"] = _seconds
     with context(STYLE):
-        figure = Figure(figsize=(4.4, 2.8), layout="constrained")
-        axis = figure.subplots()
-        for index, (heading, shown) in enumerate(_columns(groups).items()):
-            names, numbers = zip(*(label.split(" = ") for label in shown), strict=True)
-            taken = [[run.rounds for run in runs] for runs in shown.values()]
-            color, at = COLORS[index % len(COLORS)], [float(number) for number in numbers]
-            middle = [np.median(rounds) for rounds in taken]
-            marker, size = MARKERS[index % len(MARKERS)], max(6.5 - index, 2.5)  # they may coincide
-            axis.plot(at, middle, marker + "-", color=color, ms=size, lw=1.2, label=heading)
-            lowest, highest = zip(*((min(rounds), max(rounds)) for rounds in taken), strict=True)
-            axis.fill_between(at, lowest, highest, color=color, alpha=0.2, linewidth=0)
-            axis.set(xlabel=names[0], ylabel="Rounds")
-        if axis.dataLim.y1 > 5 * axis.dataLim.y0:
-            axis.set_yscale("log", subs=[])
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-        else:
-            axis.set_ylim(0, 1.1 * axis.dataLim.y1)
-        figure.legend(loc="outside right upper")
+        size = (1.3 + 3.1 * len(measures), 2.8)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(1, len(measures), squeeze=False)[0]
+        for axis, (name, measure) in zip(axes, measures.items(), strict=True):
+            for index, (heading, shown) in enumerate(_columns(groups).items()):
+                taken = {
+                    label: [float(measure(run)) for run in runs] for label, runs in shown.items()
+                }
+                _effort_curve(axis, heading, taken, index)
+            axis.set(ylabel=name)
+            _positive(axis)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
         _save(figure, path)
     return figure
+
+
+def _seconds(run: PlottedRun) -> float:
+    """Return the seconds of a run; not a number if it has none."""
+    return float(getattr(run, "seconds", math.nan))
+
+
+def _effort_curve(axis: Axes, heading: str, taken: Mapping[str, list[float]], index: int) -> None:
+    """Draw the medians of one method against the number in its labels, with a band."""
+    names, numbers = zip(*(label.split(" = ") for label in taken), strict=True)
+    color, at = COLORS[index % len(COLORS)], [float(number) for number in numbers]
+    middle = [np.median(values) for values in taken.values()]
+    marker, size = MARKERS[index % len(MARKERS)], max(6.5 - index, 2.5)  # they may coincide
+    axis.plot(at, middle, marker + "-", color=color, ms=size, lw=1.2, label=heading)
+    lowest, highest = zip(*((min(values), max(values)) for values in taken.values()), strict=True)
+    axis.fill_between(at, lowest, highest, color=color, alpha=0.2, linewidth=0)
+    axis.set(xlabel=names[0])
+
+
+def _positive(axis: Axes) -> None:
+    """Scale the axis of positive numbers: logarithmic if they differ much, else from 0."""
+    from matplotlib.ticker import LogLocator
+
+    if axis.dataLim.y1 > 5 * axis.dataLim.y0:
+        axis.set_yscale("log", subs=[])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+    else:
+        axis.set_ylim(0, 1.1 * axis.dataLim.y1)
 
 
 def has_numbers(labels: Iterable[str]) -> bool:

@@ -67,10 +67,10 @@ def test_it_holds_the_constraint_where_the_plain_rule_does_not():
         g = fs.solve(problem, algorithm, rounds=300).history["constraint"][100:]
         return (g > 0.05).mean()
 
-    for switching in (fs.Hard(), fs.Soft(40.0)):
-        careful = share_over(fs.Adaptive(0.05, 0.99), switching)
-        assert careful < 0.05
-        assert share_over(0.05, switching) > careful + 0.2
+    for switching, confidence in ((fs.Hard(), 0.999), (fs.Soft(40.0), 0.99)):
+        careful = share_over(fs.Adaptive(0.05, confidence), switching)
+        assert careful < 0.1
+        assert share_over(0.05, switching) > careful + 0.5
 
 
 def test_several_constraints_have_a_margin_each():

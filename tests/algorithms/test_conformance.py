@@ -123,8 +123,12 @@ def test_survives_missing_replies(algorithm):
     problem = examples.least_squares()
     run = fs.solve(problem, algorithm, rounds=40, arrivals=SOMETIMES)
     assert np.isfinite(run.history["objective"]).all()
-    assert run.history["objective"][-1] < run.history["objective"][0]
     everyone = fs.solve(problem, algorithm, rounds=40, arrivals=ALL)
+    if isinstance(algorithm, fs.ProxAL):  # what is feasible has a larger f than the start
+        last = [each.history["objective"][-1] for each in (run, everyone)]
+        np.testing.assert_allclose(*last, rtol=0.02)
+    else:
+        assert run.history["objective"][-1] < run.history["objective"][0]
     assert run.history["bytes_up_total"][-1] < everyone.history["bytes_up_total"][-1]
 
 
@@ -144,7 +148,7 @@ def test_rounds_in_which_nobody_is_heard_change_nothing(algorithm, heard):
         assert not run.history[name][heard:].any(), name
     assert (run.history["bytes_up"][:heard] > 0).all()
     assert_equal(state.clients, after.clients)
-    if isinstance(algorithm, fs.PPBC | fs.LagrangianFedAvg):  # these count rounds, too
+    if isinstance(algorithm, fs.PPBC | fs.LagrangianFedAvg | fs.AFL):  # these count rounds, too
         assert_equal(state.server.x, after.server.x)
     elif isinstance(algorithm, fs.MIFA | fs.FedVARP):  # these go on along what they remember
         assert_equal(state.server.mean, after.server.mean)
@@ -155,7 +159,8 @@ def test_rounds_in_which_nobody_is_heard_change_nothing(algorithm, heard):
     if isinstance(getattr(algorithm, "downlink", fs.Identity()), fs.Identity):
         np.testing.assert_allclose(state.w, after.w, rtol=1e-6)
     else:  # the server sends the rest of what it owes
-        owed = [np.linalg.norm(each.server.x - each.w) for each in (state, after)]
+        x = [getattr(each.server, "x", each.server) for each in (state, after)]
+        owed = [np.linalg.norm(x - each.w) for x, each in zip(x, (state, after), strict=True)]
         assert owed[1] < owed[0] or not heard
 
 

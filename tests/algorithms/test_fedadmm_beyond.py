@@ -259,3 +259,20 @@ def test_bad_settings_raise(options, sentence):
 def test_balancing_refuses(options):
     with pytest.raises(fs.InvalidInput):
         fs.ResidualBalancing(**options)
+
+
+def test_its_parts_can_be_named_in_experiments():
+    table = {
+        "problem": {"kind": "linear_regression", "clients": 4, "size": 3},
+        "algorithm": {
+            "kind": "FedADMM",
+            "balance": {"kind": "ResidualBalancing", "ratio": 5.0},
+            "regularizer": {"kind": "L1", "strength": 0.1},
+            "selection": {"kind": "Covering", "count": 2, "within": 3},
+        },
+        "run": {"rounds": 2},
+    }
+    algorithm = fs.experiments.resolve("x", table).cells.algorithms[""]
+    assert algorithm.regularizer == fs.L1(0.1)
+    assert algorithm.balance == fs.ResidualBalancing(5.0)
+    assert algorithm.selection == fs.participation.Covering(2, 3)

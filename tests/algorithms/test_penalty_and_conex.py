@@ -10,9 +10,20 @@ from tests.support import examples, oracles
 from tests.support.trajectories import trajectory
 
 
-def test_penalty_follows_the_transcription():
+@pytest.mark.parametrize("beta", [None, 2.0])
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_penalty_follows_the_transcription(beta, fraction):
     problem = examples.least_squares()
-    algorithm = fs.PenaltyFedAvg(0.02, 0.1, rho=3.0, participants=4, local_steps=3)
+    algorithm = fs.PenaltyFedAvg(
+        0.02,
+        0.1,
+        fs.Hard() if beta is None else fs.Soft(beta),
+        rho=3.0,
+        participants=4,
+        local_steps=3,
+        uplink=fs.TopK(fraction),
+        downlink=fs.TopK(fraction),
+    )
     run = fs.solve(problem, algorithm, rounds=150, seed=1, precision="float64")
     path = oracles.penalty_fedavg(
         examples.least_squares_clients(problem),
@@ -22,9 +33,14 @@ def test_penalty_follows_the_transcription():
         tolerance=0.1,
         rho=3.0,
         local_steps=3,
+        switch=oracles.hard if beta is None else oracles.soft(beta),
+        uplink=lambda v: oracles.top_k(v, fraction),
+        downlink=lambda v: oracles.top_k(v, fraction),
     )
     np.testing.assert_allclose(run.params, path[-1], atol=1e-10)
-    assert 0 < run.history["switch"].mean() < 1  # both directions were followed
+    switch = run.history["switch"]
+    assert 0 < switch.mean() < 1  # both directions were followed
+    assert ((switch > 0) & (switch < 1)).any() == (beta is not None)
     assert run.average is None
 
 

@@ -498,6 +498,10 @@ BAD = {
         "one of retained, renormalised, uniform, got 'twice'",
     ),
     "cap": (lambda: fs.solve(PROBLEM, fs.PPBC(0.1, cap=9.0), 2), "cap must be from 1 to the 6"),
+    "no end": (lambda: fs.PPBC(0.1, epoch_end=0.0), "epoch_end must be above 0 and at most 1"),
+    "more than sure": (lambda: fs.PPBC(0.1, epoch_end=1.5), "at most 1, got 1.5"),
+    "momentum": (lambda: fs.PPBC(0.1, momentum=1.0), "momentum must be at least 0 and below 1"),
+    "negative": (lambda: fs.PPBC(0.1, momentum=-0.1), "momentum must be at least 0 and below 1"),
     "surrogate": (lambda: fs.PPBC(0.1, surrogate="next"), 'must be "previous" or "current"'),
     "narrow": (
         lambda: fs.solve(

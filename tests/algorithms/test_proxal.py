@@ -34,6 +34,21 @@ def test_it_follows_the_transcription(each_client):
     assert mu.mean() > 0.1
 
 
+@pytest.mark.parametrize("each_client", [False, True])
+def test_lost_answers_take_time_and_change_no_number(each_client):
+    problem = examples.least_squares()
+    algorithm = fs.ProxAL(0.05, 0.1, steps=3, local_steps=2, each_client=each_client)
+    plain = fs.solve(problem, algorithm, 12, precision="float64")
+
+    def two_thirds(round, exchange, clients):
+        return (round + clients) % 3 != 0
+
+    run = fs.solve(problem, algorithm, 24, precision="float64", arrivals=two_thirds)
+    np.testing.assert_allclose(run.history["objective"][1::2], plain.history["objective"], 1e-12)
+    np.testing.assert_array_equal(run.history["messages_up"], [4, 2] * 12)
+    np.testing.assert_allclose(run.params, plain.params, rtol=1e-12)
+
+
 def test_it_reaches_the_optimum_of_a_global_constraint_and_its_multiplier():
     problem = examples.least_squares()
     best, value, multiplier = examples.least_squares_optimum(problem, 0.2)

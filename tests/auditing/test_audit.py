@@ -146,6 +146,16 @@ def test_constraints_by_name_are_judged_by_their_exact_rates():
         found["each"]
 
 
+def test_claims_of_one_constraint_have_its_tolerance():
+    bound = fs.constraints.group_loss(
+        lambda w, data: (data["x"] @ w) ** 2, 9.0, group="y", groups={"a": -1, "b": 1}
+    )
+    constraint = fs.Several({"groups": bound}, tolerances={"groups": 0.25})
+    problem = fs.Problem(lambda w, data: w @ w, noise(0), np.ones(60), constraint)
+    tally = count(problem, problem.params, noise(1), ranges=(0.0, 99.0))
+    assert [claim.own_tolerance for claim in tally.claims] == [0.25, 0.25]
+
+
 def test_audits_and_counts_survive_json(tmp_path):
     run = overfitted()
     tally = count(run.problem, run.params, noise(1), ["a", "b", "c"])
@@ -221,6 +231,17 @@ def test_sites_counts_give_the_same_audit_as_all_data(folder, fedsolve):  # noqa
     problem = fs.problems.neyman_pearson(clients=3)
     judged = audited.judge(audited.count(problem.samples, ranges=(0, 100)), ranges=(0, 100))
     assert judged == found["seed-0"]
+
+
+def test_the_model_card_has_the_last_audit(folder):
+    card = folder / "run" / "model_card.md"
+    whole = card.read_text(encoding="utf-8").partition("\n## Audit")[0]
+    audited = Audited(folder / "run")
+    tally = audited.count(dict(np.load(folder / "all.npz")), ranges=(0, 100))
+    for confidence in (0.9, 0.95):
+        found = audited.judge(tally, confidence, (0, 100))
+        expected = f"{whole}\n## Audit on held-out data\n\nseed-0:\n\n```\n{found}\n```\n"
+        assert card.read_text(encoding="utf-8") == expected
 
 
 def test_the_report_has_the_audit(folder, fedsolve):  # noqa: F811

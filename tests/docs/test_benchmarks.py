@@ -14,6 +14,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "adaptive_tolerance.py": "soft  0.1   0.99",
+    "attacks.py": "it was not executed",
     "cartpole.py": "Gymnasium, one environment",
     "cartpole_pictures.py": "Written to cartpole-sensitivity.png",
     "cartpole_sensitivity.py out.csv 3 1 few": "2 settings × 1",
@@ -22,10 +23,12 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "cluster/job.py --rounds 3": "1 processes",
     "costs.py": "| IncentFedAvg |",
     "deployment.py": "state as large as w: bare",
+    "exact_sums.py": "| 20 | 100 |",
     "experiment.py neyman-pearson out.csv": " s\n",
     "fedadmm_scale.py": "until the code's rule",
     "fedadmm_scale.py blocks": "as chosen",
     "fedadmm_scale.py sparse 4": "until the code's rule",
+    "fedadmm_scale.py rounds dense 8": "one more",
     "fedadmm_steps.py": "| k_0 = 1: FedSim |",
     "fuzz_wire.py": "200 inputs in",
     "fuzz_wire.py --questions": "200 inputs in",
@@ -38,8 +41,10 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "neyman_pearson.py": "NumPy transcription",
     "payments.py --generated": "| best prices |",
     "peers/run.py Fedsolve": "| Fedsolve | ",
-    "peers/run.py --work cifar10 Fedsolve": "| Fedsolve | ",
+    "peers/run.py --work cifar10 --ours": "| Fedsolve, nn.Module | ",
     "peers/run.py --work mnist Fedsolve": "| Fedsolve | ",
+    "peers/run.py --work resnet": "| PyTorch loop | ",
+    "peers/run.py --work torch": "| Fedsolve, callback | ",
     "privacy.py": "| FedAvg, everyone | inf |",
     "recorded.py fedsgm/table-1 {docs}/results/fedsgm-table-1.csv --command x --machine y": (
         "Written to reproduced"
@@ -57,13 +62,20 @@ NEEDS = {
     "fuzz_wire.py": "nvflare",
     "gateway.py": "nvflare",
     "torch_modules.py": "torch",
+    "peers/run.py --work cifar10": "torch",
+    "peers/run.py --work resnet": "torch",
+    "peers/run.py --work torch": "torch",
 }
 ELSEWHERE = {
     "cluster/ray_job.py": "it needs Ray",
     "peers/bare_scan.py": "peers/run.py starts it",
     "peers/cifar_ours.py": "peers/run.py starts it",
+    "peers/modules.py": "the others import it",
     "peers/ours.py": "peers/run.py starts it",
+    "peers/rounds.py": "the others import it",
     "peers/torch_by_hand.py": "it has an environment of its own",
+    "peers/torch_loop.py": "peers/run.py starts it",
+    "peers/torch_ours.py": "peers/run.py starts it",
     "peers/work.py": "the others import it",
     "tiny.py": "the others import it",
 }

@@ -266,6 +266,26 @@ def test_the_page_on_training_works():
     assert names["run"].history["objective"][-1] < names["run"].history["objective"][0]
 
 
+def test_the_page_on_audits_works(capsys):
+    for block in blocks("docs/audit.md"):
+        exec(block, {})
+    assert "met" in capsys.readouterr().out
+
+
+def test_the_page_on_payments_works():
+    names = {}
+    for block in blocks("docs/payments.md"):
+        exec(block, names)
+
+
+def test_the_page_on_results_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks("docs/use-results.md"):
+        exec(block, names)
+    assert names["weights"].shape == names["problem"].params.shape
+
+
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
@@ -340,7 +360,8 @@ def test_the_first_commands_work(fedsolve, tmp_path):
 
 def test_files_that_are_shown_are_understood(tmp_path):
     """Whole experiments, parts of one, federations, and what a site's owner writes."""
-    own_tests = ("docs/tutorials/torch.md", "docs/tables.md", "docs/constraints.md")
+    own = ("tutorials/torch", "tutorials/hospitals", "tables", "constraints")
+    own_tests = [f"docs/{name}.md" for name in own]
     pages = [page for page in PAGES if page not in own_tests]
     shown = [tomllib.loads(block) for page in pages for block in blocks(page, "toml")]
     assert len(shown) >= 5

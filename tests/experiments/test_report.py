@@ -369,6 +369,7 @@ def test_twenty_runs_of_ten_thousand_rounds_stay_drawable(tmp_path):
 SITES = {
     "clients": 8,
     "missing": {"south": "it missed rounds 101 to 450, since then: no answer"},
+    "alarms": {"south": [f"its answer is too large: {HOSTILE}"]},
     "sites": {
         "north": {
             "clients": 5,
@@ -420,6 +421,7 @@ def test_a_deployed_runs_sites_are_in_the_page(deployed):
     assert (north["name"], north["clients"], north["counts"]) == ("north", 5, [450, 449, 1, 0])
     assert north["missed"] == [[7, 7, HOSTILE]]
     assert (north["without"], south["without"]) == ("", SITES["missing"]["south"])
+    assert (north["alarms"], south["alarms"]) == ([], SITES["alarms"]["south"])
     assert south["missed"] == [[101, 450, "no answer"]]
 
 

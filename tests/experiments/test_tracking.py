@@ -178,7 +178,7 @@ def test_deployments_are_followed_too(tmp_path, monkeypatch):
     link = {"answered": ["a"], "milliseconds": 1.0, "wire_sent": 9, "wire_received": 9}
     link |= {"missing": {}, "clients": 3, "ended": 0.0}
 
-    def deployed(experiment, sites, tell):
+    def deployed(experiment, sites, tell, running=None):
         tell({"note": "starting"})
         for cell, run in enumerate(runs):
             numbers = {name: v for name, v in run.history.items() if v.ndim == 1}

@@ -35,6 +35,8 @@ def test_a_deployment_has_the_numbers_of_the_simulation(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
+        ("stop", {"kind": "Spent", "messages": 9}, "runs all its rounds; leave out run.stop"),
+        ("evaluate_at", "messages", "evaluates by rounds; leave out run.evaluate_at"),
         ("privacy", {"noise": 1.0}, "give run.aggregation=SecureSum too"),
         ("aggregation", {"kind": "SecureSum", "clip": 1.0}, "without noise, for studies"),
     ],

@@ -14,9 +14,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
 import fedsolve as fs
 from fedsolve.experiments import config
+from fedsolve.experiments.audit import read_audits
 from fedsolve.flare import processes
 from fedsolve.flare.admin import NoServer
 from fedsolve.flare.job_files import write_job
@@ -56,12 +58,12 @@ def federation():
         pytest.param(True, id="until Ctrl-C", marks=pytest.mark.slow),
     ],
 )
-def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, stopped):
+def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, fedsolve, stopped):
     place, scratch = tmp_path / "work", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()
     rounds = "100000" if stopped else "4"
-    words = ["deploy", "neyman-pearson", "--local", "2", "--rounds", rounds, "--out", "x"]
+    words = ["deploy", "neyman-pearson", "--local", "3", "--rounds", rounds, "--out", "x"]
     process = subprocess.Popen(
         as_from_a_shell([sys.executable, "-m", "fedsolve", *words]),
         cwd=place,
@@ -82,6 +84,29 @@ def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, stopped)
     assert not list((tmp_path / "home").rglob("*nvflare*"))
     for other in psutil.process_iter(["cmdline"]):
         assert str(scratch) not in " ".join(other.info["cmdline"] or [])
+    if not stopped:
+        assert_three_sites_audit(fedsolve, place / "x")
+
+
+def assert_three_sites_audit(fedsolve, run):
+    """Each site counts on its own held-out data; the verdicts are on all of them."""
+    held_out = {k: np.asarray(v) for k, v in fs.problems.neyman_pearson().test.items()}
+    w = load_file(run / "params.safetensors")["seed-0/params"]
+    words, values = ["--range", "0,20"], []
+    for site in range(3):
+        own = {name: rows[None, site::3] for name, rows in held_out.items()}
+        values.append(np.logaddexp(0, -(own["minority"][0] @ w)).mean())
+        np.savez(run.parent / f"{site}.npz", **own)
+        counts = run.parent / f"{site}.json"
+        told = ["--data", run.parent / f"{site}.npz", "--site", f"hospital {site}"]
+        assert fedsolve("audit", run, *told, "--range", "0,20", "--counts", counts)[0] == 0
+        words += ["--merge", counts]
+    status, told, _ = fedsolve("audit", run, *words)
+    assert status == 0
+    assert "hospital 2" in told
+    found = read_audits(run)["seed-0"]
+    assert found["g"].value == pytest.approx(np.mean(values), rel=1e-5)
+    assert found["g", "hospital 1"].value == pytest.approx(values[1], rel=1e-5)
 
 
 def lines(path):
@@ -298,7 +323,7 @@ def test_the_commands_of_an_owner(tmp_path):
         status, told = done("status", "--kit", admin)
         assert status == 0
         assert "site north" in told
-        assert "job first: FINISHED" in told
+        assert "run first: finished" in told
         # The server's machine goes down in the middle of a run: one command goes on with it, and
         # does not wait for a job that FLARE still believes to run.
         words[words.index("5")] = "80"

@@ -119,7 +119,7 @@ def test_significant_digits(value, digits):
         return
     if 1e-290 < abs(value) < 1e290:
         unit = 10.0 ** (np.floor(np.log10(abs(value))) - digits + 1)
-        assert abs(found - value) <= 0.51 * unit
+        assert abs(found - value) <= 0.51 * unit + np.spacing(abs(value))
     assert len(Decimal(repr(found)).normalize().as_tuple().digits) <= digits
 
 
@@ -144,9 +144,10 @@ def test_every_set_of_samples_counts():
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"sample": 3}, "takes samples, evaluations, digits, memory, problems"),
+        ({"sample": 3}, "takes samples, evaluations, digits, memory, seconds, problems"),
         ({"memory": "much"}, "limits.memory must be a number"),
         ({"memory": 0.0}, "limits.memory must be positive"),
+        ({"seconds": -1.0}, "limits.seconds must be positive"),
         ({"samples": 0}, "limits.samples must be a whole number"),
         ({"digits": "all"}, "limits.digits must be a whole number"),
         ({"problems": "adult"}, "limits.problems takes a list"),

@@ -69,7 +69,7 @@ def test_sites_are_asked_from_any_thread(monkeypatch):
 
     monkeypatch.setattr(jobs, "collab", Collab())
     monkeypatch.setattr(jobs, "set_call_context", lambda context: setattr(here, "context", context))
-    transport, found = jobs.CollabTransport(1.0, lambda entry: None), []
+    transport, found = jobs.CollabTransport(1.0, lambda entry: None, set()), []
     thread = threading.Thread(target=lambda: found.append(transport(0, {"site-1": b"it"})))
     thread.start()
     thread.join()

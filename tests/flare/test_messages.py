@@ -15,6 +15,7 @@ from fedsolve.flare.protocol import protocol
 from fedsolve.flare.site import SiteClients
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
 from tests.support import examples
+from tests.support.strategic import a_game, mean_problem
 
 ALGORITHM = fs.FedSGM(0.1, 0.1, participants=3, uplink=fs.TopK(0.4), downlink=fs.Float4())
 
@@ -154,6 +155,36 @@ def test_a_site_refuses_clients_that_are_not_here(share):
     assert status(share, HEAD, [6])[1] == "it asks for clients that are not here"
     for clients in ([], [0] * 7, [[0, 1]]):
         assert status(share, HEAD, clients)[1] == "it does not say which clients it asks"
+
+
+@pytest.mark.parametrize("kind", ["IncentFedAvg", "Strategic"])
+def test_a_site_refuses_games_that_are_not_its_own(tmp_path, kind):
+    """It knows its samples, and the server does not."""
+    game = a_game()  # five players with up to 6 samples each
+    algorithm = (
+        fs.IncentFedAvg(game, 0.1, 1.0)
+        if kind == "IncentFedAvg"
+        else fs.FedAvg(0.1, weighting=fs.Strategic(game, 1.0))
+    )
+    for samples, total, expected in (
+        (6, 4, "the game has 5 players, and the sites 4 clients"),
+        (4, 5, "Client 3 has 4 samples, and the upper bound of its contribution is 6."),
+        (6, 5, ""),
+    ):
+        home = tmp_path / f"{samples}-{total}"
+        site = SiteClients(home, mean_problem(clients=2, samples=samples), algorithm, 0)
+        told, why = status(site, {"kind": "hello", "total": total})
+        if told == "ok":
+            method = site._protocol.exchanges[0].method
+            head = HEAD | {"method": method, "first": 3}
+            question = {"clients": np.asarray([3, 4], np.int32), "message": np.full(5, 3.0, "f4")}
+            answered, _ = decode(site.answer(encode(head, question)), 10_000)
+            told, why = answered["status"], answered.get("reason", "")
+        if expected:
+            assert (told, why) == ("refused", expected)
+        else:
+            assert "samples" not in why
+            assert "players" not in why
 
 
 @settings(max_examples=300, deadline=None)

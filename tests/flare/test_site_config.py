@@ -44,7 +44,10 @@ def test_a_sites_own_data(tmp_path):
         (npz("text.npz"), "Cannot load"),
         (npz("uneven.npz"), "need their clients on a leading axis, got a"),
         ("[data]\nloader = 'pickle'\n", "needs `share`"),
-        ("[data]\nloader = 'pickle'\npath = 'x'\n", 'loader takes "csv", "npz" or'),
+        (
+            "[data]\nloader = 'pickle'\npath = 'x'\n",
+            'loader takes "csv", "parquet", "ar',
+        ),
         ("[data]\nloader = 'none:no'\npath = 'x'\n", "No module named 'none'"),
         ("[data]\nshare = 3\n", "share takes"),
         ("nothing", "Cannot read"),

@@ -25,6 +25,39 @@ def test_every_framework_meets_every_strategy():
     assert len({case.name for case in decisive.CASES}) == len(decisive.CASES)
 
 
+def test_problems_are_those_of_the_issue():
+    """Both data sets, features, all partitions, E = 1 and 5; and CIFAR-10 with all images."""
+    few = {dataclasses.replace(case, samples=2000) for case in decisive.CASES if case.samples}
+    assert len(few) == 2 * 2 * 3 * 2
+    whole = [case for case in decisive.CASES if case.samples is None]
+    assert {dataclasses.replace(case, samples=2000) for case in whole} == {
+        case for case in few if case.dataset == "cifar10"
+    }
+    assert {case.images for case in whole} == {50_000}
+
+
+def test_only_some_rows(tmp_path):
+    def study(only, seeds=None):
+        return decisive.Decisive("ppbc/decisive", False, seeds, tmp_path, {}, only)
+
+    whole = study("mnist-2000-pca-distr-2-E1 PPBC retained")
+    ((case, rows),) = whole.wanted.items()
+    assert case == decisive.Case("mnist", "pca", "distr-2", 1)
+    assert [row.framework for row in rows] == ["PPBC, retained"] * 5
+    assert whole.command.endswith("--only 'mnist-2000-pca-distr-2-E1 PPBC retained'")
+    assert "1 problems with 5 rows" in whole.announcement
+    with pytest.raises(fs.InvalidInput, match="No row is named by 'FedProx'; a name is 'cif"):
+        study("FedProx").check()
+
+
+def test_rows_of_different_budgets_are_not_compared():
+    rows = synthetic()
+    decisive.check_equal_budgets(rows)
+    less = rows["framework"].eq("MIFA") & rows["budget"].eq(600)
+    with pytest.raises(fs.InvalidInput, match="Rows of cifar10 have different budgets of messages"):
+        decisive.check_equal_budgets(rows[~less])
+
+
 def test_the_best_step_is_not_at_the_end_of_the_grid():
     for best in (0.01, 0.4, 9.0):
         tried = []
@@ -73,7 +106,7 @@ def synthetic():
             for seed in range(3):
                 for budget in (300, 600):
                     rows.append(
-                        dataclasses.asdict(case)
+                        case.about
                         | {"framework": row.framework, "strategy": row.strategy, "seed": seed}
                         | {"step_size": 0.1, "steps_tried": 3, "alpha": None, "p": None}
                         | {"unit": "messages", "budget": budget, "used": budget, "rounds": 9}
@@ -84,7 +117,7 @@ def synthetic():
 
 def test_tables_have_geometric_means_over_seeds():
     first, second = decisive.tables(synthetic())
-    assert first.startswith("## cifar10, pca, distr-3, E = 1")
+    assert first.startswith("## cifar10, 2000 images, pca, distr-3, E = 1")
     assert "| PPBC, retained | 1.0e-02 ×÷6.6, 50.0 % |" in first
     assert "| FedAvg, everyone | 1.0e-02 ×÷6.6, 50.0 % |" in second
     broken = synthetic()
@@ -119,7 +152,7 @@ def test_a_row_is_tuned_on_the_first_seed_and_resumed(tmp_path, monkeypatch):
         return [row for row in rows(case, budget) if row.name in chosen]
 
     monkeypatch.setattr(decisive.Case, "rows", few)
-    monkeypatch.setattr(decisive, "QUICK", [decisive.Case("mnist", "pca", "distr-2", 1)])
+    monkeypatch.setattr(decisive, "QUICK", [decisive.Case("mnist", "pca", "distr-2", 1, 1000)])
     study = decisive.Decisive("ppbc/decisive", True, 2, tmp_path, {})
     assert list(study.run()) == []
     files = sorted((tmp_path / "rows").glob("*/*.json"))

@@ -1,5 +1,7 @@
 """`fedsolve reproduce`: the catalogue, runs from the command line, the page of results."""
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -10,11 +12,13 @@ import pandas as pd
 import pytest
 
 import fedsolve as fs
+from fedsolve import plots
 from fedsolve.experiments import config
 from fedsolve.experiments import registry as kinds
 from fedsolve.experiments import run_folder as folder
 from fedsolve.papers import catalogue, reproduce
 from fedsolve.papers import pages as results
+from fedsolve.papers.catalogue import Entry
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAPERS = {  # every figure and table that the papers have
@@ -24,7 +28,7 @@ PAPERS = {  # every figure and table that the papers have
     "incentfedavg": (2, 0),
     "fedadmm": (5, 1),
 }
-OTHERS = {"ppbc/decisive", "flamby/tcga-brca"}
+OTHERS = {"ppbc/decisive", "ppbc/decisive-cnn", "flamby/tcga-brca"}
 
 
 def test_every_figure_and_table_is_there():
@@ -139,6 +143,8 @@ def test_a_reproduction_from_the_command_line(fedsolve, tmp_path):
         (["fedsgm/figure-1", "--seeds", "0"], "--seeds must be"),
         (["fedsgm/figure-1", "-o", "full"], "full exists and is not empty"),
         (["fedsgm/figure-1", "--page", "page.md"], "name no figure beside it"),
+        (["fedsgm/figure-1", "--only", "soft"], "--only is for studies such as ppbc/decisive"),
+        (["ppbc/decisive", "--only", "FedProx"], "No row is named by 'FedProx'"),
         (["--page", "nowhere/page.md"], "Cannot write nowhere/page.md"),
     ],
 )
@@ -172,6 +178,75 @@ def test_an_experiment_stopped_before_its_last_variant_is_kept(tmp_path):
     assert (tmp_path / "plot.png").is_file()
 
 
+def test_methods_by_a_number_are_one_table_a_measure():
+    paper = {"A: k_0 = 5": {"seconds": 73}}
+    columns = "CR", "seconds"
+    entry = catalogue.Entry("x/figure-2", "", picture="rounds", columns=columns, paper=paper)
+    rows = [
+        {"variant": "A: k_0 = 1", "seeds": 1, "CR": [20.0, 0.0], "seconds": [0.5, 0.0]},
+        {"variant": "A: k_0 = 5", "seeds": 1, "CR": None, "seconds": [2.0, 0.0]},
+        {"variant": "B, (30): k_0 = 5", "seeds": 3, "CR": [8.0, 1.0], "seconds": [1.0, 0.25]},
+    ]
+    assert results._numbers(entry, rows).splitlines() == [
+        "| CR, k_0 = | 1 | 5 |",
+        "|---|---|---|",
+        "| A | 20 | not reached |",
+        "| B, (30) |  | 8 ± 1 |",
+        "",
+        "| seconds, k_0 = | 1 | 5 |",
+        "|---|---|---|",
+        "| A | 0.500 | 2.00 (paper: 73.0) |",
+        "| B, (30) |  | 1.00 ± 0.25 |",
+    ]
+
+
+def test_experiments_are_joined_and_those_without_data_left_out(tmp_path, monkeypatch):
+    """Runs by another rule are shown with the others; quick versions may be of one experiment."""
+    entry = catalogue.find("fedadmm/figure-2")
+    changes = {"run.rounds": 3, "run.seeds": [0], "problem.size": 3}
+    pair = ("fedadmm-figure-2", "fedadmm-figure-2-rule")
+    entry = dataclasses.replace(entry, experiments=pair, set=changes, optional=())
+    read = config.read
+
+    def fewer(name):
+        table = read(name)
+        kept = list(table["variants"].items())[:2]
+        return table | {"variants": dict(kept)}
+
+    monkeypatch.setattr(config, "read", fewer)
+    experiments = reproduce.plan(entry)
+    assert list(experiments) == list(pair)
+    by = reproduce.begin(tmp_path / "x", {})
+    made = reproduce.Reproduction(entry, False, None, tmp_path / "x", experiments, by)
+    assert [result.status for result in made.run()] == ["finished", "finished"]
+    summary = made.finish()
+    assert summary["pictures"] == ["fedadmm-figure-2.png"]
+    names = [row["variant"] for row in summary["numbers"]["fedadmm-figure-2"]]
+    assert [name.partition(":")[0] for name in names] == ["FedADMM"] * 2 + ["FedADMM, (30)"] * 2
+
+    @functools.wraps(fs.problems.linear_regression)
+    def missing(*_, **__):
+        raise fs.InvalidInput("no such data.")
+
+    monkeypatch.setitem(kinds.PROBLEMS, "linear_regression", missing)
+    with pytest.warns(UserWarning, match="fedadmm-figure-2-rule is left out: no such data"):
+        left = reproduce.plan(dataclasses.replace(entry, optional=pair))
+    assert not left
+
+
+def test_effort_has_a_panel_of_seconds_where_runs_have_them():
+    history = {"round": np.arange(1, 4)}
+    runs = [
+        reproduce.Recorded(history, fs.FedADMM(), seed=0, allowed=9, seconds=s) for s in (1.0, 2.0)
+    ]
+    timed = {"A: k_0 = 1": runs, "A: k_0 = 5": runs}
+    untimed = {k: [dataclasses.replace(r, seconds=np.nan) for r in v] for k, v in timed.items()}
+    assert [axis.get_ylabel() for axis in plots.effort(timed).axes] == ["Rounds", "Seconds"]
+    assert [axis.get_ylabel() for axis in plots.effort(untimed).axes] == ["Rounds"]
+    line = plots.effort(timed).axes[1].lines[0]
+    np.testing.assert_allclose(line.get_xydata(), [[1, 1.5], [5, 1.5]])
+
+
 def test_measures():
     history = {
         "round": np.arange(10, 101, 10),
@@ -190,6 +265,8 @@ def test_measures():
         "reward@30 steps": 2,  # only other variants have them: rounds
         "constraint": 0.3,
         "over": 0.5,
+        "worst": 0.4,
+        "step_size": 0.1,
         "deviation": 0.1,
         "violations": 2,
         "CR": 200,
@@ -212,6 +289,29 @@ def test_measures_by_messages():
     history["epoch_end"] = np.array([0.0, 0, 1, 0, 0, 1])
     assert reproduce.measured("reward@24 messages", run) == 2
     assert np.isnan(reproduce.measured("reward@18 messages", run))
+
+
+def test_a_small_version_may_be_measured_otherwise():
+    own = {"columns": ["test_accuracy@960 messages"], "against": "vectors_up_total"}
+    usual = Entry("ppbc/table-1", "", quick=own | {"minutes": 1, "set": {}}, columns=["objective"])
+    assert usual.shown("full") is usual
+    small = usual.shown("quick")
+    assert (small.columns, small.against) == (own["columns"], own["against"])
+    assert small.quick == usual.quick
+
+
+def test_a_page_shows_what_was_measured():
+    """A small version from before its columns changed is shown with those that it has."""
+    own = {"columns": ["objective@960 messages"], "minutes": 1, "set": {}}
+    entry = Entry("ppbc/table-1", "", quick=own, columns=["objective@end"])
+    made = {"size": "quick", "changes": {}, "command": "x", "date": "", "version": "0"}
+    made |= {"machine": "", "pictures": ["a.png"]}
+    headings = {"objective@end": "f, end", own["columns"][0]: "f, after 960 messages"}
+    for column, heading in headings.items():
+        numbers = {"a": [{"variant": "one", "seeds": 1, column: [0.5, 0.0]}]}
+        text = results.part(entry, made | {"numbers": numbers})
+        assert f"| {heading} |" in text
+        assert "| one | 0.500 |" in text
 
 
 def test_a_full_reproduction_is_not_replaced_by_a_quick_one(tmp_path):

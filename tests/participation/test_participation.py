@@ -121,6 +121,41 @@ def test_in_turn_everyone_is_drawn_within_s_0_rounds(clients, count):
         assert set.union(*cohorts[first : first + waits]) == set(range(clients))
 
 
+@pytest.mark.parametrize(
+    ("clients", "count", "within"), [(6, 2, 3), (7, 3, 3), (7, 2, 5), (5, 5, 1), (11, 4, 6)]
+)
+def test_a_window_covers_everyone_and_is_random(clients, count, within):
+    """Scheme 4.1; a client may wait 2s_0 − 1 rounds, and no longer."""
+    selection, windows = parts.Covering(count, within), 400
+
+    def step(memory, key):
+        cohort, memory = selection.select(None, clients, memory, key)
+        return memory, cohort
+
+    keys = jax.random.split(jax.random.key(0), windows * within)
+    cohorts = np.asarray(jax.lax.scan(step, selection.init(clients), keys)[1])
+    assert all(len(set(cohort)) == count for cohort in cohorts)
+    of_windows = cohorts.reshape(windows, within * count)
+    assert all(set(window) == set(range(clients)) for window in of_windows)
+    longest = fs.theory.fedadmm.waiting(cohorts, clients)
+    assert longest <= 2 * within - 1
+    shares = np.bincount(cohorts.ravel(), minlength=clients) / len(cohorts)
+    np.testing.assert_allclose(shares, count / clients, atol=0.06)
+    if count < clients < count * within - 1:  # else all draws but the first are forced
+        assert longest > within
+        first = {tuple(sorted(window[:count])) for window in of_windows}
+        assert len(first) > clients
+
+
+def test_a_window_too_short_raises():
+    with pytest.raises(fs.InvalidInput, match="2 of 7 clients a round cannot be everyone within 3"):
+        parts.Covering(2, 3).init(7)
+    problem = examples.least_squares(constrained=False)
+    run = fs.solve(problem, fs.FedADMM(selection=parts.Covering(2, 4)), rounds=12)
+    for window in run.history["cohort"].reshape(3, 8):
+        assert set(window) == set(range(6))
+
+
 def watched(availability, clients, rounds):
     """Who is up, round by round."""
     memory, rows = availability.init(clients), []
@@ -375,7 +410,12 @@ BAD = {
         "candidates is 7, but there are only 6",
     ),
     "trust without a step": (lambda: parts.BANT(step_size=0.0), "step_size must be"),
-    "less than no momentum": (lambda: parts.BANT(momentum=-0.1), "momentum must be"),
+    "less than no momentum": (lambda: parts.BANT(momentum=-0.1), "momentum must be at least 0"),
+    "trust for ever": (lambda: parts.BANT(momentum=1.0), "below 1, got 1.0"),
+    "no rates": (
+        lambda: fs.F3AST(0.1, participants=2, smoothing=0.0),
+        "smoothing must be above 0 and at most 1, got 0.0",
+    ),
     "trust without data": (
         lambda: parts.BANT().check(ragged()[0]),
         "BANT needs data that the server holds",

@@ -207,6 +207,26 @@ def tiny(**changes):
     return fs.problems.cartpole(**options | {"value_steps": 3, "thin": 2} | changes)
 
 
+@pytest.mark.parametrize("scaling", ["common", "separate"])
+def test_separate_scaling_does_not_depend_on_the_units_of_the_cost(scaling):
+    """The cost's advantages in other units: the same step, unless reward and cost are mixed."""
+    problem = fs.problems.cartpole(2, steps=100, horizon=50, hidden=(8,), scaling=scaling)
+    w = problem.start()
+    played = problem.play(w, jax.random.key(0))
+    batch = problem.evaluated(problem.init_memory().values, played, jnp.int32(0))
+
+    @jax.jit
+    def step(sigma, unit):
+        gains = batch.advantages * jnp.stack([1.0, unit])
+        return problem.descent(w, eqx.tree_at(lambda b: b.advantages, batch, gains), sigma)
+
+    for sigma in (0.0, 1.0):  # one of the two alone: always standardised
+        np.testing.assert_allclose(step(sigma, 10.0), step(sigma, 1.0), rtol=1e-6, atol=1e-9)
+    mixed, other = step(0.5, 1.0), step(0.5, 10.0)
+    assert jnp.any(mixed != 0)
+    assert np.allclose(mixed, other, rtol=1e-6) == (scaling == "separate")
+
+
 def test_the_papers_sizes():
     problem = fs.problems.cartpole()
     assert problem.size == 17_410

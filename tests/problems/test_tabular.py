@@ -11,9 +11,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import fedsolve as fs
-from fedsolve.data.tables import Schema, Source, load_table, read_table
+from fedsolve.data.table_files import Source
+from fedsolve.data.tables import Schema, load_table, read_table
 from fedsolve.flare.site_config import check_data, site_problem
-from fedsolve.problems.tables import SumsLoss, fitted_at, preprocessing_of
+from fedsolve.problems.table_sums import SumsLoss, fitted_at
+from fedsolve.problems.tables import preprocessing_of
 from tests.support import hospitals
 from tests.support.documents import blocks
 from tests.support.in_process import SITES, Wires, deploy

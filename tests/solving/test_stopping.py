@@ -103,6 +103,20 @@ def test_rules_that_must_know_the_problem(problem):
     assert list(swept.table["instance"]) == [0, 1]
 
 
+def test_the_papers_rule_for_baselines_is_relative_to_fedadmm(problem):
+    """FedADMM with half of the clients runs until (30), and says how low f must be."""
+    method = fs.FedADMM(participants=3, local_iterations=10)
+    run = fs.solve(problem, method, 500, stop=fs.StationaryForSize(accuracy=1e-2))
+    assert 1 < run.rounds < 500
+    f = float(run.history["objective"][-1])
+    found = fs.NearFedADMM(accuracy=1e-2, within=0.1).of(problem).objective
+    np.testing.assert_allclose(found, f + 0.1 * (1 + abs(f)), rtol=1e-6)
+    best = fs.theory.reference.least(problem)
+    assert found > fs.NearOptimum(within=0.1).of(problem).objective > best
+    with pytest.raises(fs.InvalidInput, match=r"does not meet \(30\) within 1 averagings"):
+        fs.NearFedADMM(accuracy=1e-2, rounds=1).of(problem)
+
+
 def test_another_tolerance_does_not_trace_again(problem):
     traces = []
 
@@ -123,6 +137,8 @@ def test_another_tolerance_does_not_trace_again(problem):
         (lambda: fs.Stationary(below=0.0), "below must be positive"),
         (lambda: fs.Reached("soon"), "objective must be a number"),
         (lambda: fs.NearOptimum(0.0), "within must be positive"),
+        (lambda: fs.NearFedADMM(1e-3, share=1.5), "share must be at most 1"),
+        (lambda: fs.NearFedADMM(1e-3)({}), "is a rule for a problem"),
         (lambda: fs.NearOptimum().of(examples.least_squares()), "only without a constraint"),
         (
             lambda: fs.solve(examples.least_squares(), ALGORITHM, 3, stop=fs.Stationary),
@@ -225,3 +241,103 @@ def test_sweeps_compare_at_equal_budgets(problem):
 def test_a_budget_that_is_none_raises(make, sentence):
     with pytest.raises(fs.InvalidInput, match=sentence):
         make()
+
+
+# Evaluations by messages or bytes
+
+
+UNITS = {"messages": "vectors_up", "bytes_up": "bytes_up", "bytes_down": "bytes_down"}
+
+
+def reached(history, unit, each):
+    """The rounds in which the total of a history of every round reaches a multiple."""
+    counts = history[f"{UNITS[unit]}_total"] // each
+    return np.flatnonzero(counts > np.append(0, counts[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("unit", "each", "runtime"),
+    [
+        ("messages", 20, "compiled"),
+        ("bytes_up", 150, "compiled"),
+        ("bytes_down", 400, "streamed"),
+        ("messages", 7, "debug"),
+    ],
+)
+def test_evaluations_are_where_a_multiple_is_reached(problem, unit, each, runtime):
+    """PPBC's rounds cost 3 messages, or 9 where an epoch ends: also two multiples in a round."""
+    options = {"select_epoch": fs.participation.Top(3), "epoch_end": 0.5}
+    algorithm = fs.PPBC(0.02, weighting="GradientNorm", **options)
+    count = 6 if runtime == "debug" else 30
+    whole = fs.solve(problem, algorithm, count, runtime=runtime).history
+    found = fs.solve(
+        problem, algorithm, count, runtime=runtime, evaluate_at=unit, evaluate_every=each
+    ).history
+    rounds = reached(whole, unit, each)
+    assert 2 < len(rounds) < count - 1
+    kept = np.union1d(rounds, [count - 1])
+    assert set(found) == set(whole)
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, whole[name][kept], err_msg=name)
+
+
+def test_multiples_beyond_16_bits():
+    wide = fs.Problem(
+        lambda w, data: 0.5 * ((w - data["c"][0]) ** 2).sum(),
+        {"c": np.ones((4, 1, 501))},
+        np.zeros(501),
+    )
+    whole = fs.solve(wide, fs.FedAvg(0.1), rounds=60).history
+    for each in (2**16 - 1, 2**16, 2**16 + 12345, 3 * 2**16 + 7):
+        found = fs.solve(
+            wide, fs.FedAvg(0.1), rounds=60, evaluate_at="bytes_up", evaluate_every=each
+        )
+        kept = np.union1d(reached(whole, "bytes_up", each), [59])
+        np.testing.assert_array_equal(found.history["round"], kept + 1)
+
+
+def test_a_run_stopped_by_its_budget_is_evaluated_there(problem):
+    budget, options = fs.Spent(messages=60), {"evaluate_at": "messages", "evaluate_every": 15}
+    run = fs.solve(problem, ALGORITHM, rounds=900, stop=budget, **options)
+    assert run.history["vectors_up_total"].tolist() == [15, 30, 45, 60]
+    assert run.rounds == 20
+    assert int(run.state.best.round) in run.history["round"]
+
+
+def test_a_resumed_run_is_evaluated_at_the_same_messages(problem, tmp_path):
+    """The last entry of the shorter run, which no multiple asked for, is not in the longer one."""
+    options = {"evaluate_at": "messages", "evaluate_every": 10, "checkpoint": tmp_path / "run"}
+    whole = fs.solve(problem, ALGORITHM, 30, evaluate_at="messages", evaluate_every=10)
+    first = fs.solve(problem, ALGORITHM, 11, **options)
+    assert first.history["vectors_up_total"].tolist() == [12, 21, 30, 33]
+    run = fs.solve(problem, ALGORITHM, 30, resume=tmp_path / "run", **options)
+    for name, values in run.history.items():
+        np.testing.assert_array_equal(values, whole.history[name], err_msg=name)
+    with pytest.raises(fs.InvalidInput, match="evaluate_every differ"):
+        fs.solve(problem, ALGORITHM, 40, evaluate_every=10, resume=tmp_path / "run")
+
+
+def test_a_run_that_diverges_between_two_evaluations_has_its_last_good_round():
+    problem = fs.Problem(
+        lambda w, data: jax.numpy.sum(data["a"] * w**4), {"a": np.ones((3, 1))}, np.ones(1)
+    )
+    with pytest.raises(fs.Diverged) as caught:
+        fs.solve(problem, fs.FedAvg(9.0), 50, evaluate_at="messages", evaluate_every=1000)
+    assert len(caught.value.run.history["objective"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"evaluate_at": "days"}, "one of rounds, messages, bytes_up, bytes_down, got 'days'"),
+        ({"evaluate_at": "messages", "evaluate_every": 0}, "evaluate_every must be a whole number"),
+        ({"evaluate_at": "bytes_up", "evaluate_every": 2**31}, r"below 2\^31 bytes_up"),
+        (
+            {"evaluate_at": "messages", "privacy": fs.Private(clip=1.0, noise=1.0)},
+            "plans its evaluations by rounds",
+        ),
+    ],
+)
+def test_milestones_that_are_none_raise(problem, options, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        fs.solve(problem, ALGORITHM, 3, **options)

@@ -73,21 +73,37 @@ def fedsgm(
     return np.asarray(path), average, (moved, sent, residual)
 
 
-def penalty_fedavg(clients, w0, cohorts, step_size, tolerance, rho, local_steps=1):
-    """FedAvg on f + ρ[g − ε]₊ (FedSGM's appendix). `clients` is a list of (∇f_j, g_j, ∇g_j)."""
-    w, path = w0.copy(), [w0.copy()]
+def penalty_fedavg(
+    clients,
+    w0,
+    cohorts,
+    step_size,
+    tolerance,
+    rho,
+    local_steps=1,
+    switch=hard,
+    uplink=same,
+    downlink=same,
+):
+    """FedAvg on f + ρ[g − ε]₊ (FedSGM's appendix). `clients` is a list of (∇f_j, g_j, ∇g_j).
+
+    What clients send is compressed with EF14, what the server sends with EF21-P.
+    """
+    w, x, path = w0.copy(), w0.copy(), [w0.copy()]
+    residual = [np.zeros_like(w0) for _ in clients]
     for cohort in cohorts:
-        violated = np.mean([clients[j][1](w) for j in cohort]) > tolerance
-        ends = []
+        penalty = rho * switch(np.mean([clients[j][1](w) for j in cohort]) - tolerance)
+        received = []
         for j in cohort:
             grad_f, _, grad_g = clients[j]
             local = w.copy()
             for _ in range(local_steps):
-                local = local - step_size * (
-                    grad_f(local) + (rho * grad_g(local) if violated else 0)
-                )
-            ends.append(local)
-        w = np.mean(ends, axis=0)
+                local = local - step_size * (grad_f(local) + penalty * grad_g(local))
+            wanted = residual[j] + (w - local) / step_size
+            received.append(uplink(wanted))
+            residual[j] = wanted - received[-1]
+        x = x - step_size * np.mean(received, axis=0)
+        w = w + downlink(x - w)
         path.append(w.copy())
     return np.asarray(path)
 

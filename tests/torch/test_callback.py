@@ -210,3 +210,11 @@ def test_buffers_that_are_no_state_do_not_pass_from_one_call_to_the_next():
     once = solved(problem, fs.FedAvg(0.1), rounds=2)
     again = solved(problem, fs.FedAvg(0.1), rounds=2)
     assert_close(once.params, again.params, 0)
+
+
+def test_common_random_numbers_in_evaluation_raise():
+    def noisy(model, data):
+        return loss(model, data) * (1 + np.random.rand())  # noqa: NPY002
+
+    with pytest.raises(fs.InvalidInput, match="another value in every call"):
+        fs.torch.problem(nn.Linear(4, 1), noisy, clients(), mode="callback")

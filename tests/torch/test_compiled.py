@@ -330,7 +330,8 @@ def test_what_cannot_be_compiled_is_computed_by_callback(function, message, capf
     assert len(warned) == 1
     run = fs.solve(problem, fs.FedAvg(0.1), rounds=1)
     assert np.isfinite(run.history["objective"]).all()
-    assert capfd.readouterr().out == ""
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
 
 
 def test_a_metric_may_use_python():

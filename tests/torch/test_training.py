@@ -179,6 +179,21 @@ def test_parameters_that_are_not_trained_stay_and_are_not_sent():
     assert run.history["bytes_up"][0] == expected.history["bytes_up"][0]
 
 
+@pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD"])
+def test_personal_parameters_are_trained_with_the_others_and_stay(name):
+    plain = fs.torch.problem(perceptron(), loss, arrays(), personal=["2"])
+    steps, whole = PAIRS[name]
+    expected = fs.solve(plain, steps, rounds=3, precision="float64")
+    mine = fs.torch.training(plain, trained_on(loss))
+    run = fs.solve(mine, whole, rounds=3, precision="float64")
+    for client in range(N):
+        assert_close(expected.client_params(client), run.client_params(client), 1e-12)
+    heads = [run.client_params(client)["2.weight"] for client in range(N)]
+    assert len({head.tobytes() for head in heads}) > 3
+    assert (run.history["bytes_up"] == expected.history["bytes_up"]).all()
+    np.testing.assert_allclose(run.history["objective"], expected.history["objective"], rtol=1e-10)
+
+
 # Randomness
 
 
@@ -458,6 +473,11 @@ def numpys(module, data, key):
     shuffled(module, data, key)
 
 
+def numpys_seed(module, data, key):
+    np.random.seed(3)  # noqa: NPY002
+    shuffled(module, data, key)
+
+
 def pythons(module, data, key):
     random.random()
     shuffled(module, data, key)
@@ -473,6 +493,7 @@ def pythons(module, data, key):
         (lambda module, data, key: nn.Linear(2, 2), "differ in name or shape"),
         (seeded_by_hand, "random state of PyTorch .*leave out torch.manual_seed"),
         (numpys, r"random state of NumPy .*default_rng\(key\)"),
+        (numpys_seed, r"random state of NumPy .*default_rng\(key\)"),
         (pythons, r"random state of Python's random .*random\.Random\(key\)"),
     ],
 )
@@ -521,6 +542,35 @@ def test_algorithms_that_a_loop_cannot_serve_raise(algorithm, message):
     plain = fs.torch.problem(perceptron(), loss, arrays(), size_constraint)
     with pytest.raises(fs.InvalidInput, match=message):
         fs.solve(fs.torch.training(plain, trained_on(loss)), algorithm, rounds=1)
+
+
+@pytest.mark.parametrize("algorithm", [fs.FedSim, fs.FedAlt])
+def test_steps_of_another_kind_raise(algorithm):
+    problem = fs.torch.training(perceptron(), trained_on(loss), arrays(), loss, personal=["2"])
+    with pytest.raises(fs.InvalidInput, match=r"a training loop cannot|A training loop trains"):
+        fs.solve(problem, algorithm(1.0, mixing=None), rounds=1)
+    problem = fs.torch.training(perceptron(), trained_on(loss), arrays(), loss)
+    with pytest.raises(fs.InvalidInput, match=r"training loop (cannot replace|follows)"):
+        fs.solve(problem, algorithm(1.0), rounds=1)
+
+
+class Growing(Dataset):
+    """A Dataset whose samples differ in shape."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.ones(D + index), torch.ones(())
+
+
+def test_samples_of_different_shapes_raise_with_what_to_do():
+    with pytest.raises(fs.InvalidInput, match="crop, resize or pad them"):
+        fs.torch.problem(perceptron(), loss, [Growing(), Growing()])
+    with pytest.raises(fs.InvalidInput, match=r"loss failed on client 0's.*crop, resize or pad"):
+        fs.torch.training(
+            perceptron(), trained_on(of_dataset(loss)), [Growing()] * 2, of_dataset(loss)
+        )
 
 
 def test_an_algorithm_without_local_steps_raises():

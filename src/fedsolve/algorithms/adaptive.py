@@ -60,7 +60,7 @@ class Adaptive(eqx.Module):
         return float(self.tolerance)
 
     def margin(
-        self, deviation: Float[Array, "..."], heard: Int[Array, ""] | float, cohort: int
+        self, deviation: Float[Array, "..."], heard: Int[Array, ""] | int | float, cohort: int
     ) -> Float[Array, "..."]:
         """Return k·s.
 

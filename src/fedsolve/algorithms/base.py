@@ -8,6 +8,7 @@ the program (`participants`, `local_steps`) is `static()`.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import ClassVar
 
 import equinox as eqx
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float
 
 from fedsolve.compression.compressors import Identity
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import Scalar, at
+from fedsolve.fields import Scalar, at, html_table
 from fedsolve.problem.problem import Problem
 from fedsolve.types import ClientState, Info, PRNGKey, PyTree, Round, ServerState, Vector
 
@@ -39,6 +40,11 @@ class Algorithm(eqx.Module):
     """
 
     begins_with_gradients: ClassVar[bool] = False
+
+    def _repr_html_(self) -> str:
+        """Return the name and the fields."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return html_table(type(self).__name__, {name: repr(getattr(self, name)) for name in names})
 
     @abc.abstractmethod
     def init(self, w: Vector) -> ServerState:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from fedsolve.fields import Numbers, Scalar
 from fedsolve.problem.client import Client
 from fedsolve.types import PRNGKey, Round, Vector
 
@@ -26,6 +27,24 @@ ROUNDING = 1e-3  # what is added for rounding, relative
 def hessian_product(client: Client) -> Product:
     """Return the function v ↦ ∇²f_i(w) v."""
     return lambda v: jax.jvp(client.grad, (client.w,), (v,))[1]
+
+
+def smoothness_of(
+    client: Client,
+    given: Scalar | Numbers | None,
+    safe: bool,
+    steps: int,
+) -> Number:
+    """Return r_i: as given, or the largest |eigenvalue| of the Hessian at w.
+
+    By power iteration; if it must be `safe`, a bound on it.
+    """
+    if given is not None:
+        known = jnp.asarray(given, client.w.dtype)
+        return known[client.index] if known.ndim else known
+    product, start = hessian_product(client), random_direction(client.key, client.w)
+    size = (bounded if safe else estimated)(product, start, steps)
+    return jnp.where(size > 0, size, 1)  # a client whose f_i is linear
 
 
 def random_direction(key: PRNGKey, like: Vector) -> Vector:

@@ -29,7 +29,7 @@ from fedsolve.algorithms.participating import Drawn
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.replies import Replies
-from fedsolve.fields import Scalar, scalar
+from fedsolve.fields import Scalar, check_probability, scalar
 from fedsolve.participation.picks import Picks, no_picks, noted
 from fedsolve.participation.selection import Top
 from fedsolve.types import PRNGKey, PyTree, Vector
@@ -73,6 +73,7 @@ class F3AST(FedAvg):
     smoothing: Scalar = eqx.field(converter=scalar("smoothing"), default=0.01)
 
     def __check_init__(self):
+        check_probability("smoothing", self.smoothing)
         if self.selection is not None:
             raise InvalidInput("F3AST selects by its own rule: say how many by participants.")
 

@@ -23,11 +23,7 @@ A round is k_0 iterations of the participants, and then the averaging (4) of all
 So w after a round is an average, and the number of rounds is the number of averagings. (The
 averaging of the z_i^0 is part of the initialization: it gives w^0 itself if π_i^0 = 0.)
 
-All iterations of a round start at the same w (v^0 = w in (15)), so ∇f_i(w) is computed once. After
-one step the residual (6) is α_i(∇f_i(v) − ∇f_i(w)) − α_i r_i (v − w), of norm at most
-2 α_i r_i ‖v − w‖: if this is below ε_i, (6) holds and the gradient at v is not needed.
-With s = α_i ∇f_i(w) + π_i such an iteration is w_i = w − s / (α_i r_i + σ_i) and
-s ← s · α_i r_i / (α_i r_i + σ_i): many of them are one multiplication.
+The iterations are in `inexact_admm.py`, which computes ∇f_i(w) once for all of them.
 
 With weights that are part of the problem (`Strategic`), α_i = p_i, which may change from round to
 round. Divided by α_i, a client's augmented Lagrangian is f_i(w_i) + ⟨λ_i, w_i − w⟩ +
@@ -39,12 +35,10 @@ sends the changes of z_i = α_i(s_i w_i + λ_i) and σ_i = α_i s_i. If α conve
 Beyond the paper, in the same terms:
 
 - With a term h(w), (4) is argmin h(w) + (σ/2)‖w − (1/σ) Σ z_i‖²: its proximal operator at the mean.
-- Residuals at the new w, over all clients: primal (Σ‖w_i − w‖²)^½, dual (Σ σ_i²)^½ ‖w − w_before‖,
-  and L = h(w) + Σ α_i f_i(w_i) + ⟨π_i, w_i − w⟩ + (σ_i/2)‖w_i − w‖², the augmented Lagrangian.
+- Residuals and the augmented Lagrangian: `admm_residuals.py`.
 - Penalties that change: a participant takes its new σ_i, keeps π_i, and sends the changes of z_i
   and σ_i. So w stays the average (4) with the σ_i that clients last sent.
-- The exact solution of (6) for a quadratic f_i with the Hessian H_i: with M = α_i H_i + σ_i I, an
-  iteration is w_i = w − M⁻¹s and s ← s − σ_i M⁻¹s, for one Cholesky factor of M a round.
+- The exact solution of (6) for a quadratic f_i: `exact_admm.py`.
 - Late answers: (4) has the z_i of the first m_0 answers of the round, and the others' from the next
   round on. A late z_i was computed at the w of the round in which the client was asked.
 """
@@ -57,64 +51,29 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.scipy.linalg import cho_factor, cho_solve
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from fedsolve.algorithms.admm_residuals import own_part, residuals
+from fedsolve.algorithms.admm_state import Balanced, Local, Number, Numbers, Server, with_share
 from fedsolve.algorithms.balancing import ResidualBalancing
-from fedsolve.algorithms.curvature import (
-    bounded,
-    estimated,
-    hessian_product,
-    least_steps,
-    random_direction,
-)
+from fedsolve.algorithms.curvature import least_steps, smoothness_of
+from fedsolve.algorithms.exact_admm import ExactIterations, check_quadratic
+from fedsolve.algorithms.inexact_admm import InexactIterations
 from fedsolve.algorithms.participating import Participating
 from fedsolve.algorithms.regularizers import Regularizer
 from fedsolve.compression.compressors import Compressor, Identity
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.federation.known import InformedClient
 from fedsolve.fields import Scalar, check_count, check_kind, check_positive, scalar, static
 from fedsolve.participation.availability import FirstAnswers
 from fedsolve.participation.weighting import Weighting
 from fedsolve.problem.client import Client
 from fedsolve.problem.domains import Box, WholeSpace
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, Round, Vector
+from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, Vector
 
-Number = Float[Array, ""]
-Numbers = Float[Array, " m"] | Float[np.ndarray, " m"]
 Count = Int[Array, ""] | Int[np.ndarray, ""]
-MOST_STEPS = 1000  # of an adaptive client in one iteration
-
-
-class Server(eqx.Module):
-    """Σ z_i and Σ σ_i over the clients that have answered, and their number."""
-
-    total: Vector
-    penalties: Number
-    joined: Int[Array, ""]
-    scale: Number | None = None  # of the penalties, where they change
-    late: tuple[Vector, Number] | None = None  # changes of Σ z_i and Σ σ_i for the next round
-
-
-class Balanced(eqx.Module):
-    """The message of a round whose penalties change."""
-
-    scale: Number
-
-
-class Local(eqx.Module):
-    """A client's state; its σ_i is 0 until its first answer has arrived."""
-
-    dual: Vector  # π_i
-    sent: Vector  # z_i, as the server has it
-    accuracy: Number  # ε_i
-    share: Number  # α_i
-    smoothness: Number  # α_i r_i
-    penalty: Number  # σ_i
 
 
 class FedADMM(Participating):
@@ -308,19 +267,14 @@ class FedADMM(Participating):
     ) -> tuple[Number | None, Info]:
         """Ask for the residuals at the new w; return the next scale of penalties, and the entry."""
         found = fed.ask(self.tell, fed.everyone).sum()
-        primal = jnp.sqrt(found["gap"])
-        dual = jnp.sqrt(found["penalty"]) * jnp.linalg.norm(fed.w - before)
+        each, info = residuals(found, fed.w, before, fed.clients)
         extra = 0 if self.regularizer is None else self.regularizer(fed.w)
-        info = {"primal_residual": primal, "dual_residual": dual}
         info["augmented_lagrangian"] = found["lagrangian"] + extra
         if self.balance is None or server.scale is None:
             return None, info
-        tiny = jnp.finfo(primal.dtype).tiny
-        size = jnp.maximum(jnp.sqrt(found["local"]), fed.clients**0.5 * jnp.linalg.norm(fed.w))
-        relative = primal / jnp.maximum(size, tiny)
-        relative_dual = dual / jnp.maximum(jnp.sqrt(found["dual"]), tiny)
         info["penalty_scale"] = server.scale
-        return self.balance.next(server.scale, relative, relative_dual, fed.round), info
+        scale = self.balance.next(server.scale, each.relative, each.relative_dual, fed.round)
+        return scale, info
 
     def initialize(self, fed: Federation, server: Server, shares: Numbers | None) -> Server:
         """Ask all clients for σ_i and z_i^0 before the first iteration, until all have answered."""
@@ -355,7 +309,9 @@ class FedADMM(Participating):
     ) -> tuple[Local, tuple[Number, Vector | None, Bool[Array, ""]]]:
         """Reply with σ_i, π_i^0 (None if it is 0), and whether this client is new."""
         share = jnp.asarray(share[client.index] if share.ndim else share)
-        smoothness = share * self.smooth(client)
+        smoothness = share * smoothness_of(
+            client, self.lipschitz, safe=self.follows_theory, steps=self.power_steps
+        )
         penalty = self.first_penalty(client, smoothness)
         dual = jnp.zeros_like(client.w)
         if self.dual_start == "gradient":
@@ -375,33 +331,7 @@ class FedADMM(Participating):
 
     def tell(self, client: Client, state: Local) -> tuple[Local, dict[str, Number]]:
         """Reply with this client's part of the residuals and of the augmented Lagrangian."""
-        joined = state.penalty > 0
-        mean = client.w
-        local = (state.sent - state.dual) / jnp.where(joined, state.penalty, 1)  # w_i, as sent
-        gap = jnp.where(joined, local - mean, 0)
-        value = state.share * client.with_all_samples().objective(mean + gap)
-        value += jnp.vdot(state.dual, gap) + 0.5 * state.penalty * jnp.sum(gap**2)
-        return state, {
-            "gap": jnp.sum(gap**2),
-            "penalty": state.penalty**2,
-            "local": jnp.sum((mean + gap) ** 2),
-            "dual": jnp.sum(state.dual**2),
-            "lagrangian": value,
-        }
-
-    def smooth(self, client: Client) -> Number:
-        """Return r_i: the largest |eigenvalue| of the Hessian at w, unless it is given.
-
-        By power iteration; for `penalty="theory"` a bound on it.
-        """
-        if self.lipschitz is not None:
-            given = jnp.asarray(self.lipschitz, client.w.dtype)
-            return given[client.index] if given.ndim else given
-
-        product, start = hessian_product(client), random_direction(client.key, client.w)
-        find = bounded if self.follows_theory else estimated
-        size = find(product, start, self.power_steps)
-        return jnp.where(size > 0, size, 1)  # a client whose f_i is linear
+        return state, own_part(client, state)
 
     @property
     def follows_theory(self) -> bool:
@@ -418,34 +348,11 @@ class FedADMM(Participating):
             scaled = jnp.where(before > 0, scaled, 0)
             state = eqx.tree_at(lambda own: own.penalty, state, scaled)
         elif message is not None:
-            state = _with_share(state, jnp.asarray(message[client.index]))
+            state = with_share(state, jnp.asarray(message[client.index]))
         slope = state.share * client.grad(client.w)
         penalty = jnp.where(state.penalty > 0, state.penalty, 1)
         first = slope + state.dual  # s
-        if self.solver == "exact":
-            dual, local = self.solve(client, state, penalty, first, slope)
-            return self.reply(client, state, before, penalty, dual, local, state.accuracy, message)
-        ready, last, shrunk = self.without_gradients(state, penalty, jnp.sum(first**2))
-
-        dual = jnp.where(ready > 0, shrunk * first - slope, state.dual)
-        local = client.w - last * first / (state.smoothness + penalty)
-        accuracy = state.accuracy * self.decay**ready
-        start = dual, local, accuracy
-        dual, local, accuracy = self.iterate(client, state, penalty, slope, ready, start)
-        return self.reply(client, state, before, penalty, dual, local, accuracy, message)
-
-    def reply(
-        self,
-        client: Client,
-        state: Local,
-        before: Number,
-        penalty: Number,
-        dual: Vector,
-        local: Vector,
-        accuracy: Number,
-        message: Numbers | Balanced | None,
-    ) -> tuple[Local, Packet | tuple[Packet, Number]]:
-        """Return the next state, and what the server needs of it."""
+        dual, local, accuracy = self.iterations(client, state, penalty, first, slope)
         joined = state.penalty > 0  # otherwise the server does not count this client yet
         change = jnp.where(joined, penalty * local + dual - state.sent, 0)
         packet = client.limited(self.uplink(change, jax.random.fold_in(client.key, 0)))
@@ -459,170 +366,14 @@ class FedADMM(Participating):
         )
         return moved, packet if message is None else (packet, state.penalty - before)
 
-    def solve(
-        self, client: Client, state: Local, penalty: Number, first: Vector, slope: Vector
-    ) -> tuple[Vector, Vector]:
-        """Take k_0 iterations with the exact solution of (6); return π_i and w_i."""
-        identity = jnp.eye(first.size, dtype=first.dtype)
-        hessian = jax.vmap(hessian_product(client))(identity)
-        factor = cho_factor(state.share * hessian + penalty * identity)
-
-        def one(_: Round, carry: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
-            s, _ = carry
-            step = cho_solve(factor, s)
-            return s - penalty * step, step
-
-        start = first, jnp.zeros_like(first)
-        s, step = lax.fori_loop(0, jnp.asarray(self.local_iterations), one, start)
-        return s - slope, client.w - step
-
-    def iterate(
-        self,
-        client: Client,
-        state: Local,
-        penalty: Number,
-        slope: Vector,
-        ready: Round,
-        start: tuple[Vector, Vector, Number],
-    ) -> tuple[Vector, Vector, Number]:
-        """Take the iterations from `ready` on, which may need gradients; return π_i, w_i, ε_i."""
-
-        def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
-            return carry[0] < self.local_iterations
-
-        def rest(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            # at most once, so that samples are read only if some client needs them
-            own = client.reading(carry[0]) if isinstance(client, InformedClient) else client
-
-            def one(k: Round, carry: tuple[Any, ...]) -> tuple[Vector, Vector, Number]:
-                dual, _, accuracy = carry
-                accuracy = self.decay * accuracy
-                local = self.minimise(own, state, penalty, dual, accuracy, slope, k)
-                return dual + penalty * (local - client.w), local, accuracy
-
-            done = jnp.asarray(self.local_iterations, jnp.int32)
-            return done, *lax.fori_loop(carry[0], self.local_iterations, one, carry[1:])
-
-        return lax.while_loop(unfinished, rest, (ready, *start))[1:]
-
-    def without_gradients(
-        self, state: Local, penalty: Number, size: Number
-    ) -> tuple[Int[Array, ""], Number, Number]:
-        """Count the iterations that need only the first gradient, from ‖s‖².
-
-        Returns:
-            Their number, and the factors of s in the last of them and after it.
-        """
-        factor = state.smoothness / (state.smoothness + penalty)
+    @property
+    def iterations(self) -> InexactIterations | ExactIterations:
+        """How a participant takes its k_0 iterations."""
+        local_iterations = jnp.asarray(self.local_iterations)
+        if self.solver == "exact":
+            return ExactIterations(local_iterations)
         released = self.variant == "released"
-        least = factor if released else 2 * factor
-        parameters = state.dual.size if released else 1
-
-        def enough(carry: tuple[Any, ...]) -> Bool[Array, ""]:
-            k, _, shrunk, accuracy = carry
-            near = (least * shrunk) ** 2 * size <= parameters * self.decay * accuracy
-            return (k < self.local_iterations) & (near | (self.inner_steps == 1))
-
-        def skip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            k, _, shrunk, accuracy = carry
-            return k + 1, shrunk, factor * shrunk, self.decay * accuracy
-
-        none, one = jnp.zeros_like(penalty), jnp.ones_like(penalty)
-        start = jnp.int32(0), none, one, state.accuracy
-        return lax.while_loop(enough, skip, start)[:3]
-
-    def minimise(
-        self,
-        client: Client,
-        state: Local,
-        penalty: Number,
-        dual: Vector,
-        accuracy: Number,
-        slope: Vector,
-        k: Round,
-    ) -> Vector:
-        """Return w_i with (6), by (15) from v = w, where α_i ∇f_i(w) is `slope`."""
-        w, curvature = client.w, state.smoothness + penalty
-        key = jax.random.fold_in(client.key, k + 1)
-
-        def step(v: Vector, residual: Vector) -> Vector:  # (15), in terms of (6)
-            return v - residual / curvature
-
-        first = slope + dual
-        v = step(w, first)
-        if self.variant == "released":
-            bound = state.smoothness * jnp.linalg.norm(v - w)
-            accuracy = accuracy * w.size
-        else:
-            bound = 2 * state.smoothness * jnp.linalg.norm(v - w)
-        if self.inner_steps is None:
-            most = _steps_needed(jnp.linalg.norm(first), accuracy, state.smoothness, penalty)
-        else:
-            most = self.inner_steps
-
-        def unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
-            _, steps, accepted = carry
-            return ~accepted & (steps < most)
-
-        def check(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            v, steps, _ = carry
-            slope = client.grad(v, jax.random.fold_in(key, steps))
-            residual = state.share * slope + dual + penalty * (v - w)
-            if self.variant == "released":  # with the gradient at v, after the step from v
-                stale = residual * (state.smoothness / curvature)
-                return step(v, residual), steps + 1, jnp.sum(stale**2) <= accuracy
-            accepted = jnp.sum(residual**2) <= accuracy
-            return jnp.where(accepted, v, step(v, residual)), steps + 1, accepted
-
-        carry = v, jnp.int32(1), bound**2 <= accuracy
-        return lax.while_loop(unfinished, check, carry)[0]
-
-
-def check_quadratic(problem: Problem) -> None:
-    """Raise if some f_i is seen not to be quadratic: its Hessian differs at two points."""
-    if problem.batch_size is not None:
-        raise InvalidInput('solver="exact" uses all samples of a client, not minibatches.')
-    placed = problem.on_device()
-    rng, w = np.random.default_rng(0), placed.start()
-    direction = jnp.asarray(rng.standard_normal(w.size), w.dtype)
-    for index in {0, problem.n - 1}:
-        own = jax.tree.map(lambda leaf, i=index: leaf[i], placed.samples)
-        client = placed.client(own, w, jnp.int32(0), jnp.int32(index), jax.random.key(0))
-        here = jax.jvp(client.grad, (w,), (direction,))[1]
-        other = w + jnp.asarray(rng.standard_normal(w.size), w.dtype)
-        there = jax.jvp(client.grad, (other,), (direction,))[1]
-        if jnp.linalg.norm(here - there) > 1e-3 * jnp.linalg.norm(here):
-            raise InvalidInput(
-                f'solver="exact" is for quadratic objectives; that of client {index} has another '
-                "Hessian at another point."
-            )
-
-
-def _with_share(state: Local, share: Number) -> Local:
-    """Change α_i and keep λ_i and s_i; (6) is squared."""
-    scale = jnp.where(state.share > 0, share / jnp.where(state.share > 0, state.share, 1), 1)
-    return Local(
-        dual=scale * state.dual,
-        sent=state.sent,
-        accuracy=scale**2 * state.accuracy,
-        share=scale * state.share,
-        smoothness=scale * state.smoothness,
-        penalty=scale * state.penalty,
-    )
-
-
-def _steps_needed(
-    residual: Number, accuracy: Number, smoothness: Number, penalty: Number
-) -> Int[Array, ""]:
-    """Count the steps (15) that reach (6) for a convex f_i.
-
-    Each brings v nearer to the minimiser by a factor α_i r_i / (α_i r_i + σ_i), and v is at most
-    ‖residual‖ / σ_i away at first.
-    """
-    curvature = smoothness + penalty
-    far = curvature * residual / (penalty * jnp.sqrt(accuracy))
-    steps = jnp.ceil(jnp.log(far) / jnp.log(curvature / smoothness))
-    return jnp.clip(jnp.nan_to_num(steps, nan=MOST_STEPS), 1, MOST_STEPS).astype(jnp.int32)
+        return InexactIterations(local_iterations, self.decay, self.inner_steps, released)
 
 
 def _count(value: object) -> Count:

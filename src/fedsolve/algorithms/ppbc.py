@@ -59,7 +59,8 @@ from fedsolve.fields import (
     Schedule,
     at,
     check_count,
-    check_positive,
+    check_momentum,
+    check_probability,
     optional,
     scalar,
     static,
@@ -156,7 +157,7 @@ class PPBC(LocalTraining, SelectingTwice):
     guarantee: PPBCGuarantee | None = eqx.field(static=True, init=False, default=None)
 
     def __check_init__(self):
-        check_positive("epoch_end", self.epoch_end)
+        check_probability("epoch_end", self.epoch_end)
         if self.epoch_length is not None:
             check_count("epoch_length", self.epoch_length)
         if self.surrogate not in ("previous", "current"):
@@ -167,7 +168,7 @@ class PPBC(LocalTraining, SelectingTwice):
             if self.smoothness is None:
                 raise InvalidInput('momentum="theory" needs the smoothness L: θ = γLp²/2.')
         else:
-            check_positive("momentum", self.momentum, zero=True)
+            check_momentum("momentum", self.momentum)
             self._warn()
 
     def _warn(self) -> None:

@@ -37,8 +37,8 @@ variables (w, s). A client minimises over its s_j in closed form, and the server
 so that one number goes down, and client j works out its own s_j. All μ_j then have one limit, the
 multiplier of g in min (1/n) Σ f_j.
 
-A round is one step of ADMM. If an answer is lost, the server goes on with what it had of that
-client, and a client that missed the start of a subproblem starts it at the w of its next question.
+A round is one step of ADMM. If answers are lost, the server asks those clients again in the next
+round, and the step ends when all have answered: losses take time, and change no number.
 """
 
 from __future__ import annotations
@@ -67,20 +67,24 @@ from fedsolve.fields import (
 from fedsolve.problem.client import Client
 from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
-from fedsolve.types import Info, PRNGKey, PyTree, Round, Vector
+from fedsolve.types import Flags, Info, PRNGKey, PyTree, Round, Vector
 
 Real = Float[Array, ""]
 Message = tuple[Int[Array, ""], Real, Real]  # k, (1/n) Σ s̃_i − ε, κ
 
 
 class Server(eqx.Module):
-    """Where the subproblem is, and the means over clients of u_j + λ_j/ρ and of s̃_j − ε."""
+    """Where the subproblem is, and the means over clients of u_j + λ_j/ρ and of s̃_j − ε.
+
+    `slack` is of the step before; `copies` and `gathered` have the answers so far of this one.
+    """
 
     step: Int[Array, ""]  # of ADMM
     outer: Int[Array, ""]  # k, from 1
     centre: Vector
     copies: Vector
     slack: Real
+    gathered: Real
 
 
 class Kept(NamedTuple):
@@ -158,23 +162,31 @@ class ProxAL(Algorithm):
 
     def init(self, w: Vector) -> Server:
         zero, none = jnp.zeros((), w.dtype), jnp.zeros((), jnp.int32)
-        return Server(none, none, w, w, zero)
+        return Server(none, none, w, w, zero, zero)
+
+    def init_participation(self, w: Vector, clients: int) -> Flags:
+        """Return whose answer to this step is missing."""
+        return jnp.ones(clients, bool)
 
     def round(self, fed: Federation, server: Server, key: PRNGKey) -> tuple[Server, Info]:
         begins = server.step == 0
         outer = server.outer + begins
         centre = jnp.where(begins, fed.w, server.centre)
         kappa = jnp.asarray(1 / ((fed.clients + 1) * self.beta), fed.w.dtype)
-        answers = fed.ask(self.improve, fed.everyone, (outer, server.slack, kappa))
+        message = outer, server.slack, kappa
+        answers = fed.ask(self.improve, fed.everyone, message, when=fed.participation)
         copies = server.copies + answers.pick("copy").sum() / fed.clients
-        slack = server.slack + answers.pick("slack").sum() / fed.clients
+        gathered = server.gathered + answers.pick("slack").sum() / fed.clients
+        missing = fed.participation & ~answers.arrived
+        complete = ~jnp.any(missing)
+        fed.participation = jnp.where(complete, True, missing)
 
         near = kappa / fed.clients
         w = fed.project((self.rho * copies + near * centre) / (self.rho + near))
-        heard = answers.any()
-        fed.publish(Identity()(jnp.where(heard, w - fed.w, 0), key))
-        after = Server((server.step + 1) % self.steps, outer, centre, copies, slack)
-        after = jax.tree.map(lambda new, old: jnp.where(heard, new, old), after, server)
+        fed.publish(Identity()(jnp.where(complete, w - fed.w, 0), key))
+        after = Server((server.step + 1) % self.steps, outer, centre, copies, gathered, gathered)
+        waiting = eqx.tree_at(lambda kept: (kept.copies, kept.gathered), server, (copies, gathered))
+        after = jax.tree.map(lambda new, old: jnp.where(complete, new, old), after, waiting)
         info = {"cohort": fed.everyone, "multiplier": answers.pick("multiplier").mean()}
         return after, info
 

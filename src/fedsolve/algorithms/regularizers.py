@@ -19,6 +19,18 @@ class Regularizer(eqx.Module):
     """Base class of convex terms h(w), each a sum of functions of single parameters.
 
     As h is such a sum, its proximal operator and then a box are the proximal operator of both.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> import jax.numpy as jnp
+        >>> class Ridge(fs.Regularizer):
+        ...     def __call__(self, w):
+        ...         return jnp.sum(w**2) / 2
+        ...
+        ...     def prox(self, v, step):
+        ...         return v / (1 + step)
+        >>> Ridge().prox(jnp.array([3.0]), step=0.5).tolist()
+        [2.0]
     """
 
     @abc.abstractmethod
@@ -40,7 +52,7 @@ class Regularizer(eqx.Module):
 
 
 class L1(Regularizer):
-    """h(w) = strength · ‖w‖₁, the term of the lasso.
+    """The term of the lasso, h(w) = strength · ‖w‖₁.
 
     Args:
         strength: Its weight, at least 0.
@@ -51,7 +63,7 @@ class L1(Regularizer):
     Example:
         >>> import fedsolve as fs
         >>> import jax.numpy as jnp
-        >>> fs.L1(2.0).prox(jnp.array([3.0, -0.5]), step=0.5).tolist()
+        >>> fs.L1(2.0).prox(jnp.array([3.0, 0.5]), step=0.5).tolist()
         [2.0, 0.0]
     """
 

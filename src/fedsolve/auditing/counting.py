@@ -23,6 +23,7 @@ from fedsolve.constraints.sample_means import Claim, SampleMeans
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.constraints import Constraint, Maximum, Mean
 from fedsolve.problem.each_client import EachClient
+from fedsolve.problem.padding import is_random
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples, full_mask
 from fedsolve.problem.several import Several
@@ -221,9 +222,9 @@ def count(
     digest, params = _digest(params), jax.tree.map(_on_device, params)
     claims: list[Claimed] = []
     sums: list[dict[str, Sum]] = [{} for _ in range(clients)]
-    for number, (part, name, own) in enumerate(_parts(problem.constraint)):
+    for number, (part, name, tolerance) in enumerate(_parts(problem.constraint)):
         for claim, found in _count(part, name, str(number), params, samples, clients, ranges):
-            claims.append(dataclasses.replace(claim, own_tolerance=own))
+            claims.append(dataclasses.replace(claim, own_tolerance=tolerance))
             for own, more in zip(sums, found, strict=True):
                 own |= more
     return Tally(tuple(claims), tuple(names), tuple(sums), digest)
@@ -321,8 +322,9 @@ def _count_named(
         for claim in constraint.claims
     ]
     if not constraint.is_rate:
-        seen = jax.vmap(lambda data: constraint.values(params, data))(values)
-        seen = np.asarray(seen if mask is None else seen[mask], float)
+        extra = (None,) if is_random(constraint.values) else ()
+        seen = jax.vmap(lambda data: constraint.values(params, data, *extra))(values)
+        seen = np.asarray(seen if mask is None else seen[mask], float).ravel()
         for claim in claims:
             _check_range(claim, seen, ranges)
     return [(claim, sums) for claim in claims]

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fedsolve.experiments.tracking import Tracked
 from fedsolve.runtimes.history import History
+from fedsolve.solving.judgement import judgement
 from fedsolve.solving.result import Run
 from fedsolve.types import PyTree
 
@@ -132,7 +133,7 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
         table.add_column(column, justify="right", no_wrap=True)
     for (variant, run), part in zip(all_runs, parts, strict=True):
         history = run.history
-        row = [variant] if variant else []
+        row = [escape(variant)] if variant else []
         row += [str(run.seed), str(run.rounds)]
         if not run.evaluated:
             table.add_row(*row, *["–"] * (len(columns) - 3), f"{run.seconds:.2f} s")
@@ -163,6 +164,28 @@ def best_sentence(runs: Mapping[str, Sequence[Run]]) -> str:
     if best.feasible:
         return f"Best model: {facts}; feasible (g ≤ {tolerance:g}); in best.safetensors."
     return f"No round was feasible (g ≤ {tolerance:g}); the nearest: {facts}; in best.safetensors."
+
+
+def closing_sentences(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Return what the best model of a single run is, and how each run ended."""
+    found = [best] if (best := best_sentence(runs)) else []
+    for variant, group in runs.items():
+        said = {run.seed: judged(run) for run in group}
+        for sentence in dict.fromkeys(said.values()):
+            seeds = [seed for seed, text in said.items() if text == sentence]
+            who = [variant] if variant else []
+            who += [f"seed {', '.join(map(str, seeds))}"] if len(group) > 1 else []
+            label = ", ".join(who)
+            found += [f"{label}: {sentence}" if label else sentence] if sentence else []
+    return found if len(found) <= MOST_SENTENCES else found[:1]
+
+
+MOST_SENTENCES = 8  # that are printed below a table
+
+
+def judged(run: Run) -> str:
+    """Return a sentence on how a run ended; empty if it was too short."""
+    return judgement(run.history, float(run.algorithm.feasible_up_to)) if run.evaluated else ""
 
 
 class _Clients(NamedTuple):
@@ -215,6 +238,7 @@ def catalogue_table() -> Table:
         for entry in entries.values():
             if entry.paper_of == paper:
                 missing = plain(entry.note) if entry.state != "whole" else ""
-                shows = f"{entry.shows}. [dim]{escape(missing)}[/dim]" if missing else entry.shows
+                shows = escape(entry.shows)
+                shows += f". [dim]{escape(missing)}[/dim]" if missing else ""
                 table.add_row(entry.name, shows, entry.state, *costs(entry))
     return table

@@ -19,15 +19,18 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, resolve
 from fedsolve.experiments.run_folder import new_folder, save
 from fedsolve.experiments.tracking import Tracking, made
+from fedsolve.experiments.watch import NEWS
 from fedsolve.flare import provisioning
 from fedsolve.flare.admin import Admin
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.jobs import CANCELLED
 from fedsolve.flare.kit_checks import check_certificate, check_connection
 from fedsolve.flare.limits import Limits
-from fedsolve.flare.local_federation import check_site_count, deploy_local
+from fedsolve.flare.local_federation import check_site_count, deploy_local, local_federation
 from fedsolve.flare.participation import gaps
+from fedsolve.flare.preprocessing import SUFFIX, Tables, fitted_by
 from fedsolve.flare.processes import keep_running, start_server, start_site, temporary_folder
+from fedsolve.flare.site_checks import checks
 from fedsolve.flare.site_config import allowed_names, load_clients, read_owners_file
 from fedsolve.flare.supervisor import (
     NotReady,
@@ -53,19 +56,58 @@ CONNECT_TIMEOUT = 10  # seconds until a command gives up on the server
 NAMES_WIDTH = 50  # characters in the progress line for the names of sites
 
 
-def local(experiment: Experiment, sites: int, out_dir: str | None, track: Sequence[str]) -> int:
+def local(
+    experiment: Experiment,
+    sites: int,
+    out_dir: str | None,
+    track: Sequence[str],
+    tables: Tables | None = None,
+) -> int:
     """Run an experiment on a federation of this machine; return the exit status.
 
-    The folder of results is the same as from `fedsolve run`.
+    The folder of results is the same as from `fedsolve run`. With `tables`, every site reads its
+    own files.
     """
-    check_site_count(experiment, sites)
-    folder, tracking = _new_folder(experiment, out_dir, track)
-    try:
-        with _Progress(experiment, sites, tracking) as tell:
-            runs, records, status = deploy_local(experiment, sites, tell)
-    except NotReady as error:
-        _give_up(folder, experiment, tracking, error)
-    return _write(folder, runs, records, experiment, status, tracking)
+    with contextlib.ExitStack() as stack:
+        running = None
+        if tables is None:
+            check_site_count(experiment, sites)
+        else:
+            own = tables.local_sites(sites)
+            running = stack.enter_context(local_federation(sites, sites, _print_note, (), own))
+            experiment = _fitted(
+                tables,
+                experiment,
+                "local",
+                lambda sums, name: deploy_local(sums, sites, _print_note, running, name)[:2],
+            )
+        folder, tracking = _new_folder(experiment, out_dir, track)
+        try:
+            with _Progress(experiment, sites, tracking, folder) as tell:
+                runs, records, status = deploy_local(experiment, sites, tell, running)
+        except NotReady as error:
+            _give_up(folder, experiment, tracking, error)
+        here = tables is None
+        return _write(folder, runs, records, experiment, status, tracking, data_here=here)
+
+
+def _fitted(
+    tables: Tables,
+    blank: Experiment,
+    run: str,
+    deployed: Callable[[Experiment, str], tuple[Runs, Records]],
+) -> Experiment:
+    """Return the experiment with the means and deviations of all sites' tables."""
+    if (config := tables.sums()) is None:
+        return blank
+    name = run + SUFFIX
+    check_run_name(name)
+    terminal.out.print(f"{name}: adding up the sites' numbers", markup=False)
+    runs, records = deployed(resolve(name, config), name)
+    if not any(runs.values()):
+        raise InvalidInput("The sites' numbers were not added up.")
+    (run_of_sums,), (record,) = runs[""], records.values()
+    return resolve(blank.name, tables.fitted(fitted_by(run_of_sums, record)), blank.allowed)
 
 
 def _new_folder(
@@ -98,22 +140,37 @@ def server(kit: str, owners: str | None, admin_kit: str | None) -> int:
         admin = _kit(admin_kit, "fed_admin.json")
         threading.Thread(target=_continue_runs, args=(place, admin, own), daemon=True).start()
     start = functools.partial(start_server, place, own)
-    return _foreground(start, place, "the server is running; stop it with Ctrl-C")
+    status = _foreground(start, place, "the server is running; stop it with Ctrl-C")
+    if left := ", ".join(path.name for path in _unfinished(place)):
+        terminal.out.print(
+            f"Not finished: {left}. To go on, start the server with --kit ADMIN_KIT, or submit a"
+            " run again with its --run.",
+            markup=False,
+            soft_wrap=True,
+        )
+    return status
+
+
+def _unfinished(kit: Path) -> list[Path]:
+    """Return the folders of runs on a server that have not ended."""
+    runs = [path.parent for path in (kit / "fedsolve" / "runs").glob("*/experiment.json")]
+    return sorted(
+        run for run in runs if not any((run / mark).exists() for mark in ("done", CANCELLED))
+    )
 
 
 def _continue_runs(kit: Path, admin_kit: Path, owners: Path | None) -> None:
     """Supervise the runs that were not finished when the server went down."""
     names = [] if owners is None else allowed_names(read_owners_file(owners))
-    for kept in sorted((kit / "fedsolve" / "runs").glob("*/experiment.json")):
-        run = kept.parent.name
-        if not any((kept.parent / mark).exists() for mark in ("done", CANCELLED)):
-            terminal.out.print(f"continuing {run}", markup=False)
-            try:
-                experiment = resolve(run, json.loads(kept.read_text()), names)
-                ending = _continued(Admin(admin_kit), experiment, run)
-                terminal.out.print(f"{run} is {ending}", markup=False)
-            except InvalidInput as error:
-                terminal.out.print(f"{run}: {error}", markup=False)
+    for home in _unfinished(kit):
+        run, kept = home.name, home / "experiment.json"
+        terminal.out.print(f"continuing {run}", markup=False)
+        try:
+            experiment = resolve(run, json.loads(kept.read_text()), names)
+            ending = _continued(Admin(admin_kit), experiment, run)
+            terminal.out.print(f"{run} is {ending}", markup=False)
+        except InvalidInput as error:
+            terminal.out.print(f"{run}: {error}", markup=False)
 
 
 def _continued(admin: Admin, experiment: Experiment, run: str) -> str:
@@ -143,6 +200,20 @@ def site(kit: str, owners: str) -> int:
     return _foreground(start, place, f"{name} is running; stop it with Ctrl-C")
 
 
+def check(kit: str, owners: str, config: Table | None) -> int:
+    """Check a site before a run, one line for each thing; return the exit status."""
+    found = list(checks(_kit(kit, "fed_client.json"), Path(owners), config))
+    width = max(len(line.name) for line in found)
+    for line in found:
+        mark = "ok  " if line.fits else "STOP"
+        text = f"{mark}  {line.name.ljust(width)}  {line.text}"
+        terminal.out.print(text, markup=False, soft_wrap=True)
+    if wrong := [line.name for line in found if not line.fits]:
+        terminal.fail(f"This site is not ready: {', '.join(wrong)}.", 2)
+    terminal.out.print("This site is ready.")
+    return 0
+
+
 def _foreground(start: Callable[[], Popen], kit: Path, text: str) -> int:
     terminal.out.print(text, markup=False)
     log = kit / "output.log"
@@ -153,19 +224,33 @@ def _foreground(start: Callable[[], Popen], kit: Path, text: str) -> int:
 
 
 def submit(
-    experiment: Experiment, kit: str, run: str | None, out_dir: str | None, track: Sequence[str]
+    experiment: Experiment,
+    kit: str,
+    run: str | None,
+    out_dir: str | None,
+    track: Sequence[str],
+    tables: Tables | None = None,
 ) -> int:
     """Submit a run, or find it by its name; follow it and fetch its results."""
     run = new_run_name() if run is None else run
     check_run_name(run)
-    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
-    folder, tracking = _new_folder(experiment, out_dir, track, run)
+    admin = _connected(kit)
     sites = _sites(experiment)
+    if tables is not None:
+
+        def deployed(sums: Experiment, name: str) -> tuple[Runs, Records]:
+            return _fetched(admin, supervise(admin, sums, name, _print_note, sites), sums)
+
+        try:
+            experiment = _fitted(tables, experiment, run, deployed)
+        except NotReady as error:
+            terminal.fail(str(error), WITHOUT_SITES)
+    folder, tracking = _new_folder(experiment, out_dir, track, run)
     terminal.out.print(
         f"{run}: the server stores it in its kit, in fedsolve/runs/{run}", markup=False
     )
     try:
-        with _Progress(experiment, sites, tracking) as tell:
+        with _Progress(experiment, sites, tracking, folder) as tell:
             job = supervise(admin, experiment, run, tell, sites)
             runs, records = _fetched(admin, job, experiment)
     except NotReady as error:
@@ -174,7 +259,7 @@ def submit(
         admin.close()
         tracking.close_table()
         tracking.close(impatient=lambda: False)
-        for file in ("run.json", "history.csv", "tracking.json"):
+        for file in ("run.json", "history.csv", "tracking.json", NEWS):
             (folder / file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -194,9 +279,32 @@ def _fetched(admin: Admin, job: str, experiment: Experiment) -> tuple[Runs, Reco
         return saved_runs(*place), participations(*place)
 
 
+def _connected(kit: str) -> Admin:
+    """Connect as the administrator; raise with the reason if the server does not accept the kit."""
+    place = _kit(kit, "fed_admin.json")
+    try:
+        return Admin(place, timeout=CONNECT_TIMEOUT)
+    except InvalidInput:
+        check_connection(place)
+        raise
+
+
+def revoke(site: str, kit: str, yes: bool) -> None:
+    """Let nobody take part with a site's kit any more."""
+    text = (
+        f"Nobody can take part as {site} any more, in no run and with no kit. To take the owner in"
+        " again, make a kit with another name (`deploy init`)."
+    )
+    _ask(text, f"Revoke {site}?", "revoke it", yes)
+    admin = _connected(kit)
+    admin.revoke(site)
+    terminal.out.print(f"{site} was revoked.", markup=False)
+    admin.close()
+
+
 def cancel(run: str, kit: str) -> None:
     """End a run for good."""
-    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
+    admin = _connected(kit)
     admin.cancel(run)
     terminal.out.print(f"{run} was cancelled.", markup=False)
     admin.close()
@@ -207,10 +315,14 @@ def ask_admin(what: str, kit: str, yes: bool = False) -> None:
 
     Before it stops anything it asks, unless told `yes`.
     """
-    admin = Admin(_kit(kit, "fed_admin.json"), timeout=CONNECT_TIMEOUT)
+    admin = _connected(kit)
     if what == "stop":
-        if not (yes or _agreed(", ".join(sorted(admin.sites())))):
-            raise InvalidInput("Nothing was stopped.")
+        sites = ", ".join(sorted(admin.sites())) or "none is connected"
+        text = (
+            f"This stops the server and its sites ({sites}), and the runs that are going on. Each"
+            " site's owner has to start it again. To end one run, use `deploy cancel RUN`."
+        )
+        _ask(text, "Stop all of it?", "stop all of it", yes)
         admin.shut_down()
         terminal.out.print("The server and all sites were told to stop.")
     else:
@@ -219,21 +331,16 @@ def ask_admin(what: str, kit: str, yes: bool = False) -> None:
     admin.close()
 
 
-def _agreed(sites: str) -> bool:
-    """Ask whether to stop the server and all sites; raise if nobody can answer."""
-    terminal.out.print(
-        f"This stops the server and its sites ({sites or 'none is connected'}), and the runs that"
-        " are going on. Each site's owner has to start it again. To end one run, use `deploy"
-        " cancel RUN`.",
-        markup=False,
-        soft_wrap=True,
-    )
+def _ask(text: str, question: str, what: str, yes: bool) -> None:
+    """Ask before something is done, unless told `yes`; raise if it is not to be done."""
+    if yes:
+        return
+    terminal.out.print(text, markup=False, soft_wrap=True)
     if not sys.stdin.isatty():
-        raise InvalidInput("Nobody can answer here: to stop all of it, add --yes.")
-    return terminal.out.input("Stop all of it? [y/N] ", markup=False).strip().lower() in (
-        "y",
-        "yes",
-    )
+        raise InvalidInput(f"Nobody can answer here: to {what}, add --yes.")
+    answer = terminal.out.input(f"{question} [y/N] ", markup=False).strip().lower()
+    if answer not in ("y", "yes"):
+        raise InvalidInput("Nothing was done.")
 
 
 def _write(
@@ -259,7 +366,7 @@ def _write(
     save(folder, runs, config, kept, message, data_here=data_here, participation=records)
     if any(runs.values()):
         terminal.out.print(terminal.closing_table(runs, records))
-        if sentence := terminal.best_sentence(runs):
+        for sentence in terminal.closing_sentences(runs):
             terminal.out.print(sentence, markup=False, soft_wrap=True)
     for line in lines:
         terminal.out.print(line, markup=False, soft_wrap=True)
@@ -288,7 +395,8 @@ class _Progress:
     end, from the run's history.
     """
 
-    def __init__(self, experiment: Experiment, sites: int, tracking: Tracking):
+    def __init__(self, experiment: Experiment, sites: int, tracking: Tracking, folder: Path):
+        self._news = folder / NEWS
         cells = range(len(experiment.runs))
         rounds = experiment.options["rounds"] * len(cells)
         self._bar = terminal.Progress(f"{experiment.name}, {sites} sites", rounds)
@@ -304,6 +412,8 @@ class _Progress:
         self._bar.__exit__()
 
     def _show(self, news: Table) -> None:
+        with contextlib.suppress(OSError), open(self._news, "a", encoding="utf-8") as file:
+            file.write(json.dumps(news) + "\n")
         if "note" in news:
             if news.get("warning"):
                 terminal.tell(str(news["note"]))

@@ -6,22 +6,24 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from fedsolve import experiments
 from fedsolve.cli.console import (
     RunProgress,
-    best_sentence,
     catalogue_table,
+    closing_sentences,
     closing_table,
     err,
     fail,
@@ -30,13 +32,17 @@ from fedsolve.cli.console import (
 )
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments import Experiment, Result, registry
-from fedsolve.experiments.config import load, shown
+from fedsolve.experiments.config import configured, load, resolve, shown
 from fedsolve.fields import check_count
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.solving.checkpoint import how_often
 from fedsolve.solving.interrupt import Flag, interrupted_by
 
+if TYPE_CHECKING:
+    from fedsolve.flare.preprocessing import Tables
+
 T = TypeVar("T")
+ADDRESS_SPACE = 4 * 2**30  # bytes that JAX's and FLARE's threads reserve, with some room
 ADMIN_KIT = "--kit, the administrator's kit"
 
 app = typer.Typer(
@@ -64,9 +70,21 @@ Set = Annotated[
 def main() -> None:
     """Run a command; for wrong input, print one sentence and exit with status 2."""
     try:
+        _check_address_space()
         app()
     except InvalidInput as error:
         fail(str(error), 2)
+
+
+def _check_address_space() -> None:
+    """Raise if the shell allows less than compiled programs take, which would end in an abort."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE:
+        raise InvalidInput(
+            f"This shell allows a process {most / 2**30:.2g} GiB of addresses (`ulimit -v`), and"
+            f" Fedsolve takes {ADDRESS_SPACE / 2**30:.2g} or more, most of which is never used:"
+            " limit the memory of a container or of a user's slice instead."
+        )
 
 
 @app.callback(invoke_without_command=True)
@@ -101,7 +119,7 @@ def list_all() -> None:
         table.add_row(f"[bold]{title}[/bold]", "")
         for name, entry in entries.items():
             shown = entry if isinstance(entry, str) else registry.summary(entry)
-            table.add_row(f"  {name}", shown)
+            table.add_row(f"  {escape(name)}", escape(shown))
     out.print(table)
 
 
@@ -193,7 +211,7 @@ def _interval(text: str | None) -> int | str | None:
 def _conclude(result: Result, stopped: Flag, command: str) -> None:
     """Print what an experiment left, and exit unless it finished; the command resumes it."""
     out.print(closing_table(result.runs))
-    if sentence := best_sentence(result.runs):
+    for sentence in closing_sentences(result.runs):
         out.print(sentence, markup=False, soft_wrap=True)
     if not result.unsaved:
         out.print(f"Written to {result.folder}{os.sep}", markup=False, soft_wrap=True)
@@ -224,6 +242,10 @@ def reproduce(
         Path | None,
         typer.Option(metavar="FILE", help="Write the page of all that was reproduced below DIR."),
     ] = None,
+    only: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="Rows of ppbc/decisive whose name has these."),
+    ] = "",
 ) -> None:
     """Run a figure or table of the papers, and show it beside what the paper says.
 
@@ -233,7 +255,7 @@ def reproduce(
     from fedsolve.papers.pages import whole_page
 
     if page is not None:
-        if name is not None or quick or seeds is not None:
+        if name is not None or quick or seeds is not None or only:
             raise InvalidInput(
                 "--page FILE is for all figures below DIR: name no figure beside it."
             )
@@ -245,17 +267,17 @@ def reproduce(
         out.print("  fedsolve reproduce fedsgm/figure-1 --quick", markup=False)
     else:
         with _signals() as stopped:
-            _reproduce(name, quick, seeds, out_dir, stopped)
+            _reproduce(name, quick, seeds, out_dir, only, stopped)
 
 
 def _reproduce(
-    name: str, quick: bool, seeds: int | None, out_dir: Path | None, stopped: Flag
+    name: str, quick: bool, seeds: int | None, out_dir: Path | None, only: str, stopped: Flag
 ) -> None:
     from fedsolve.papers import reproduce as of
 
     if seeds is not None:
         check_count("--seeds", seeds)
-    reproduction = of.start(name, quick, seeds, out_dir)
+    reproduction = of.start(name, quick, seeds, out_dir, only)
     out.print(reproduction.announcement, markup=False, soft_wrap=True)
     again = reproduction.command + (f" -o {shlex.quote(str(out_dir))}" if out_dir else "")
     with RunProgress() as progress:
@@ -359,14 +381,83 @@ def _range(text: str) -> tuple[float, float]:
 
 
 @app.command()
+def predict(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run on tables.")],
+    table: Annotated[Path, typer.Argument(metavar="TABLE", help="A CSV or Parquet file.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A site.toml, for the file's own columns, units and words."),
+    ] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Which run: soft/seed-0. Needed if there are many.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="best, last or average.")] = "best",
+    path: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")] = Path(
+        "predictions.csv"
+    ),
+) -> None:
+    """Predict the rows of a new table by a finished run."""
+    from fedsolve.data.table_files import Source, data_of
+    from fedsolve.experiments.predict import predict as predicted
+    from fedsolve.experiments.predict import write_csv
+
+    source = None if data is None else Source.of(data_of(data))
+    found = predicted(folder, table, run_name, model, source)
+    write_csv(found, path)
+    rows = len(found["row"])
+    out.print(f"Written to {path}: {rows} rows", markup=False, soft_wrap=True)
+
+
+@app.command()
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN|FOLDER", help="A run's folder, or one with several.")
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(help="The port; 0 for any that is free.")] = 8765,
+    browse: Annotated[
+        bool, typer.Option("--browse/--no-browse", help="Open the page in a browser.")
+    ] = True,
+) -> None:
+    """Show runs on a live page while they go on; stop it with Ctrl-C."""
+    import webbrowser
+
+    from fedsolve.experiments.watch import watch as serving
+
+    with serving(folder, port) as server:
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        out.print(f"Watching {folder} at {address}", markup=False, soft_wrap=True)
+        out.print("Stop it with Ctrl-C.")
+        if browse and sys.stdout.isatty():
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the files.")] = Path(
+        "."
+    ),
+) -> None:
+    """Ask for a table, its label and a constraint, and write the files of an experiment."""
+    from fedsolve.cli.new import start
+
+    start(folder)
+
+
+@app.command()
 @interrupted_by(signal.SIGTERM, signal.SIGHUP)
 def deploy(
     what: Annotated[
         str,
-        typer.Argument(help="An experiment; or init, server, site, submit, status, cancel, stop."),
+        typer.Argument(
+            help="An experiment; or init, check, server, site, submit, status, cancel, "
+            "revoke, stop."
+        ),
     ],
     target: Annotated[
-        str | None, typer.Argument(help="A federation's TOML, a kit, an experiment or a run.")
+        str | None,
+        typer.Argument(help="A federation's TOML, a kit, an experiment, a run or a site."),
     ] = None,
     set: Set = None,
     local: Annotated[int | None, typer.Option(help="This many sites on this machine.")] = None,
@@ -384,12 +475,17 @@ def deploy(
         list[str] | None,
         typer.Option(metavar="mlflow[=ADDRESS]", help="Send the history to a tracker."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Stop without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Stop or revoke without asking.")] = False,
+    experiment: Annotated[
+        str | None, typer.Option(help="For check: the experiment that the data must fit.")
+    ] = None,
     allow: Allow = None,
 ) -> None:
     """Run an experiment as a real federation over NVIDIA FLARE."""
     try:
         import nvflare  # noqa: F401
+
+        from fedsolve.flare.preprocessing import tables_in
     except ImportError:
         raise InvalidInput(
             "Deployment needs NVIDIA FLARE: pip install 'fedsolve[deploy]'."
@@ -397,15 +493,29 @@ def deploy(
     logging.disable(logging.ERROR)  # FLARE's own messages
     status = 0
     try:
-        if what in ("init", "server", "site", "status", "cancel", "stop"):
+        if what in ("init", "server", "site", "status", "cancel", "revoke", "stop"):
             status = _deployment(what, target, data, kit, out_dir, yes)
+        elif what == "check":
+            from fedsolve.cli.deploy import check
+
+            kit_of_site = _needed(target, "the site's kit")
+            table = None if experiment is None else configured(experiments.read(experiment), set)
+            status = check(kit_of_site, _needed(data, "--data site.toml"), table)
         else:
             submitted = what == "submit"
             name = _needed(target, "an experiment") if submitted else what
-            words = "--local N, or one of init, server, site, submit, status, cancel, stop"
+            words = "--local N, or one of init, check, server, site, submit, status, cancel, "
+            words += "revoke, stop"
             sites = None if submitted else _needed(local, words)
-            experiment = load(name, set, rounds, seed, allow or [])
-            status = _deployed(experiment, sites, kit, run_name, out_dir, track or [])
+            config = configured(experiments.read(name), set, rounds, seed)
+            tables = tables_in(config)
+            ready = (
+                load(name, set, rounds, seed, allow or [])
+                if tables is None
+                else resolve(Path(name).stem, tables.blank(), allow or [])
+            )
+            options = out_dir, track or [], tables
+            status = _deployed(ready, sites, kit, run_name, options)
     except InvalidInput as error:
         status = 2
         err.print("Error:", str(error), style="bold red", markup=False, soft_wrap=True)
@@ -440,6 +550,8 @@ def _deployment(
         return commands.site(_needed(target, "the site's kit"), owners)
     elif what == "cancel":
         commands.cancel(_needed(target, "a run's name"), _needed(kit, ADMIN_KIT))
+    elif what == "revoke":
+        commands.revoke(_needed(target, "a site's name"), _needed(kit, ADMIN_KIT), yes)
     else:
         commands.ask_admin(what, _needed(kit, ADMIN_KIT), yes)
     return 0
@@ -450,16 +562,14 @@ def _deployed(
     sites: int | None,
     kit: str | None,
     run_name: str | None,
-    out_dir: str | None,
-    track: list[str],
+    options: tuple[str | None, list[str], Tables | None],
 ) -> int:
     """Run an experiment on that many local sites, or submit it to a server (None)."""
     from fedsolve.cli import deploy as commands
 
     if sites is not None:
-        return commands.local(experiment, sites, out_dir, track)
-    admin_kit = _needed(kit, ADMIN_KIT)
-    return commands.submit(experiment, admin_kit, run_name, out_dir, track)
+        return commands.local(experiment, sites, *options)
+    return commands.submit(experiment, _needed(kit, ADMIN_KIT), run_name, *options)
 
 
 def _needed(value: T | None, what: str) -> T:

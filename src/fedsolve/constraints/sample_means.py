@@ -18,6 +18,7 @@ the gradient of the global constraint.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from fedsolve.constraints.surrogates import Surrogate
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
 from fedsolve.problem.constraints import Constraint, Exact, Scale, Weights, jackknife
+from fedsolve.problem.padding import is_random
 from fedsolve.problem.samples import Samples
 from fedsolve.types import PyTree
 
@@ -235,7 +237,8 @@ class SampleMeans(Constraint):
             Sums by the key of their cell. Add them over clients.
         """
         given = data if mask is None else {**data, "mask": mask}
-        return _Tally(self, squares=True)(params, given)
+        extra = (None,) if is_random(self.values) else ()
+        return Tally(self, squares=True)(params, given, *extra)
 
     def rates(self, sums: Mapping[str, PyTree]) -> dict[str, Number]:
         """Compute the mean of every cell; NaN for a cell without samples.
@@ -408,19 +411,26 @@ class SampleMeans(Constraint):
         return dataclasses.replace(
             self,
             adapted=(
-                exact(_Tally(self), sums=True),
-                exact(_Tally(self, soft=True), sums=True),
+                exact(Tally(self), sums=True),
+                exact(Tally(self, soft=True), sums=True),
             ),
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tally:
-    """Function of (params, data): count and total of each cell, over the samples of the mask."""
+class Tally:
+    """Function of (params, data): count and total of each cell, over the samples of the mask.
+
+    It takes a key and a state after the data where the function of the values does.
+    """
 
     constraint: SampleMeans
     soft: bool = False
     squares: bool = False
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.constraint.values)
 
     def __call__(self, params: PyTree, data: PyTree, *extra: PyTree) -> dict[str, PyTree]:
         of = self.constraint

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedsolve.data.tables import Feature, Schema
 from fedsolve.errors import InvalidInput
+from fedsolve.types import Table
 
 Columns = Mapping[str, np.ndarray]
 Arrays = dict[str, np.ndarray]
@@ -63,6 +64,16 @@ class Preprocessing:
         """The means and deviations, as a configuration has them."""
         return {name: {"mean": m, "deviation": d} for name, m, d in self.numbers}
 
+    def to_json(self) -> dict[str, Table]:
+        """Return the schema and the means and deviations, for `from_json`."""
+        return {**self.schema.tables, "fitted": self.fitted}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Table]) -> Preprocessing:
+        """Return what `to_json` has described."""
+        schema = Schema.of(found["features"], found["label"], found.get("group"))
+        return cls.of(schema, found["fitted"])
+
     @property
     def names(self) -> list[str]:
         """The names of the inputs."""
@@ -90,8 +101,13 @@ class Preprocessing:
         return np.concatenate(found, axis=1)
 
     def arrays(self, columns: Columns) -> Arrays:
-        """Compute inputs `x`, labels `y` and, if there are groups, `protected`."""
-        found = {"x": self.inputs(columns), "y": columns["label"].astype(np.int8)}
+        """Compute inputs `x`, labels `y` and, if there are groups, `protected`.
+
+        With a time it is `time` and `event` in place of `y`.
+        """
+        label = columns["label"].astype(np.int8)
+        found = {"x": self.inputs(columns)}
+        found |= {"event": label, "time": columns["time"]} if "time" in columns else {"y": label}
         if "group" in columns:
             found["protected"] = columns["group"].astype(np.int8)
         return found

@@ -6,11 +6,9 @@ and words in its own file: its `Source` says how they are turned into those of t
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import datetime
 import difflib
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedsolve.data.table_files import (
+    Column,
+    Source,
+    check_keys,
+    held_out,
+    read_rows,
+    words_in,
+)
 from fedsolve.errors import InvalidInput
 from fedsolve.types import Table
 
@@ -27,7 +33,6 @@ KINDS = {
     "categorical": ("missing", "categories"),
     "binary": ("missing", "values"),
 }
-MISSING = ("", "NA", "N/A", "NaN", "nan", "null")
 FIRST_DAY = datetime.date(1970, 1, 1).toordinal()
 
 
@@ -66,9 +71,9 @@ class Feature:
         where = f"features.{name}"
         kind = _kind(where, table)
         assert isinstance(table, Mapping)
-        _check_keys(where, table, ("kind", *KINDS[kind]))
+        check_keys(where, table, ("kind", *KINDS[kind]))
         key = {"categorical": "categories", "binary": "values"}.get(kind)
-        words = () if key is None else _words(f"{where}.{key}", table.get(key))
+        words = () if key is None else words_in(f"{where}.{key}", table.get(key))
         if kind == "binary" and len(words) != 2:
             raise InvalidInput(f"{where}.values takes two words, got {len(words)}.")
         made = cls(name, kind, words)
@@ -79,6 +84,18 @@ class Feature:
             raise InvalidInput(f"{where}.least is above {where}.most.")
         missing = made._substitute(f"{where}.missing", table.get("missing"))
         return dataclasses.replace(made, missing=missing, **limits)
+
+    @property
+    def table(self) -> Table:
+        """The table of a schema that describes this feature."""
+        words = {"categorical": "categories", "binary": "values"}.get(self.kind)
+        found = {"kind": self.kind, **({words: list(self.words)} if words else {})}
+        for key in ("missing", "least", "most"):
+            value = getattr(self, key)
+            if isinstance(value, float) and self.kind == "date":
+                value = datetime.date.fromordinal(round(value) + FIRST_DAY).isoformat()
+            found |= {} if value is None else {key: value}
+        return found
 
     @property
     def is_number(self) -> bool:
@@ -135,7 +152,7 @@ class Words:
         """Return the column that a table describes, with the words under these two keys."""
         if not isinstance(table, Mapping):
             raise InvalidInput(f"{where} takes a table with column, {keys[1]} and {keys[0]}.")
-        _check_keys(where, table, ("column", *keys))
+        check_keys(where, table, ("column", *keys))
         for key in ("column", *keys):
             if not isinstance(table.get(key), str) or not table[key]:
                 raise InvalidInput(f"{where}.{key} takes a word, got {table.get(key)!r}.")
@@ -155,27 +172,52 @@ class Schema:
 
     Args:
         features: What the model uses.
-        label: What it predicts.
+        label: What it predicts; with a `time`, whether the event was seen then.
         group: A sensitive group; None for none.
+        time: The time of an event, or of the last look, for survival analysis; None for none.
     """
 
     features: tuple[Feature, ...]
     label: Words
     group: Words | None = None
+    time: Feature | None = None
 
     @classmethod
     def of(cls, features: object, label: object, group: object = None) -> Schema:
         """Return the schema that the tables of an experiment describe."""
         if not isinstance(features, Mapping) or not features:
             raise InvalidInput("features takes a table with an entry for each column.")
+        time = None
+        if isinstance(label, Mapping) and "time" in label:
+            if not isinstance(label["time"], str) or not label["time"]:
+                raise InvalidInput(f"label.time takes a column's name, got {label['time']!r}.")
+            time = Feature(label["time"], "numeric", least=0.0)
+            label = {key: value for key, value in label.items() if key != "time"}
         made = cls(
             tuple(Feature.of(str(name), table) for name, table in features.items()),
             Words.of("label", label, ("negative", "positive")),
             None if group is None else Words.of("group", group, ("unprotected", "protected")),
+            time,
         )
-        if made.label.name in features:
-            raise InvalidInput(f"The label {made.label.name!r} must not be among the features.")
+        for name in (made.label.name, time.name if time else made.label.name):
+            if name in features:
+                raise InvalidInput(f"The label {name!r} must not be among the features.")
         return made
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables of an experiment that describe this schema."""
+        label = {"column": self.label.name, "negative": self.label.words[0]}
+        label |= {"positive": self.label.words[1]}
+        found: dict[str, Table] = {
+            "features": {feature.name: feature.table for feature in self.features},
+            "label": label | ({"time": self.time.name} if self.time else {}),
+        }
+        if self.group is not None:
+            low, high = self.group.words
+            own = {"column": self.group.name, "unprotected": low, "protected": high}
+            found["group"] = own
+        return found
 
     @property
     def numbers(self) -> tuple[Feature, ...]:
@@ -187,79 +229,25 @@ class Schema:
         found: dict[str, Feature | Words] = {f"feature {f.name}": f for f in self.features}
         if labelled:
             found["label"] = self.label
+            if self.time is not None:
+                found["time"] = self.time
             if self.group is not None:
                 found["group"] = self.group
         return found
 
 
-class Column(NamedTuple):
-    """How a site's own column becomes one of the schema: value · factor + offset."""
-
-    name: str
-    factor: float = 1.0
-    offset: float = 0.0
-    words: Mapping[str, str] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """How a site's file is written.
-
-    Args:
-        separator: What stands between the values of a row.
-        decimal: The decimal sign.
-        encoding: The file's encoding.
-        missing: The texts that mean a missing value.
-        own: The site's own columns, by the names of the schema.
-    """
-
-    separator: str = ","
-    decimal: str = "."
-    encoding: str = "utf-8-sig"
-    missing: tuple[str, ...] = MISSING
-    own: Mapping[str, Column] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, table: Table) -> Source:
-        """Return what a site's table [data] says about its files."""
-        keys = ("separator", "decimal", "encoding", "missing", "columns")
-        _check_keys("[data]", table, ("loader", "path", *keys))
-        found: Table = {}
-        for key in ("separator", "decimal", "encoding"):
-            if key in table:
-                if not isinstance(table[key], str) or not table[key]:
-                    raise InvalidInput(f"[data] {key} takes a text, got {table[key]!r}.")
-                found[key] = table[key]
-        for key in ("separator", "decimal"):
-            if len(found.get(key, ",")) != 1:
-                raise InvalidInput(f"[data] {key} takes one character, got {found[key]!r}.")
-        if "missing" in table:
-            found["missing"] = ("", *_words("[data] missing", table["missing"]))
-        own = table.get("columns", {})
-        if not isinstance(own, Mapping):
-            raise InvalidInput(f"[data] columns takes a table, got {own!r}.")
-        found["own"] = {name: _column(name, entry) for name, entry in own.items()}
-        return cls(**found)
-
-    def column(self, name: str) -> Column:
-        """Return the site's own column for one of the schema."""
-        return self.own.get(name, Column(name))
-
-    def number(self, text: str) -> float:
-        """Return a text as a number; raise `ValueError` if it is none."""
-        if self.decimal != ".":
-            text = text.replace(".", "?").replace(self.decimal, ".")
-        value = math.nan if "_" in text else float(text)
-        if not math.isfinite(value):
-            raise ValueError(text)
-        return value
-
-
 def load_table(
-    schema: Schema, path: Path, source: Source | None = None, labelled: bool = True
+    schema: Schema,
+    path: Path,
+    source: Source | None = None,
+    labelled: bool = True,
+    part: str = "train",
 ) -> dict[str, np.ndarray]:
-    """Return the columns of a file; raise for the first value that does not fit the schema."""
-    columns, issues = read_table(schema, path, source, labelled)
+    """Return the columns of a file; raise for the first value that does not fit the schema.
+
+    `part` is `"train"`, `"test"` (the rows that the source holds out) or `"all"`.
+    """
+    columns, issues = read_table(schema, path, source, labelled, part)
     if issues:
         first, others = issues[0], len(issues) - 1
         more = f" ({others} more like this: run `fedsolve deploy check`)" if others else ""
@@ -269,7 +257,11 @@ def load_table(
 
 
 def read_table(
-    schema: Schema, path: Path, source: Source | None = None, labelled: bool = True
+    schema: Schema,
+    path: Path,
+    source: Source | None = None,
+    labelled: bool = True,
+    part: str = "all",
 ) -> tuple[dict[str, np.ndarray], list[Issue]]:
     """Return the columns of a file, and what in it does not fit the schema.
 
@@ -279,6 +271,10 @@ def read_table(
     for name in source.own.keys() - {c.name for c in schema.columns().values()}:
         raise InvalidInput(f"[data.columns] has {name!r}, which is not a column of the schema.")
     header, rows = read_rows(path, source)
+    numbers = np.arange(2, len(rows) + 2)  # as a spreadsheet counts
+    if part != "all":
+        here = held_out(path, header, rows, source) == (part == "test")
+        rows, numbers = [rows[at] for at in np.flatnonzero(here)], numbers[here]
     places: dict[str, int] = {}
     for column in schema.columns(labelled).values():
         places[column.name] = _place(path, header, column.name, source)
@@ -288,7 +284,7 @@ def read_table(
         at, own = places[column.name], source.column(column.name)
         refuses = isinstance(column, Words) or column.missing is None
         values = np.empty(len(rows))
-        for number, row in enumerate(rows):
+        for number, (place, row) in enumerate(zip(numbers.tolist(), rows, strict=True)):
             text = row[at].strip()
             if text in source.missing:
                 value, kind, what = math.nan, "missing value" if refuses else "", NO_VALUE
@@ -296,7 +292,7 @@ def read_table(
                 value, kind, what = column.parse(text, source, own)
             values[number] = value
             if kind:
-                issues.append(Issue(kind, number + 2, own.name, what))
+                issues.append(Issue(kind, place, own.name, what))
         is_number = isinstance(column, Feature) and column.is_number
         codes = np.where(np.isnan(values), -1, values).astype(np.int32)
         found[entry] = values if is_number else codes
@@ -304,41 +300,6 @@ def read_table(
 
 
 NO_VALUE = "the value is missing, and the schema has no `missing` for it"
-
-
-def read_rows(path: Path, source: Source) -> tuple[list[str], list[list[str]]]:
-    """Return a file's header and its rows, all of the same length."""
-    try:
-        raw = path.read_bytes()
-        text = raw.decode(source.encoding)
-    except OSError as error:
-        raise InvalidInput(f"{path.name} cannot be read: {error.strerror}.") from None
-    except LookupError:
-        raise InvalidInput(f"[data] encoding: there is no {source.encoding!r}.") from None
-    except UnicodeDecodeError as error:
-        row = error.object[: error.start].count(b"\n") + 1
-        name = source.encoding.removesuffix("-sig")
-        raise InvalidInput(
-            f"{path.name}, row {row}: the text is not {name}; save the file as UTF-8, or name its "
-            'encoding in [data], such as encoding = "latin-1".'
-        ) from None
-    try:
-        lines = csv.reader(io.StringIO(text, newline=""), delimiter=source.separator, strict=True)
-        found = [line for line in lines if any(each.strip() for each in line)]
-    except csv.Error as error:
-        raise InvalidInput(f"{path.name} is not a CSV file: {error}.") from None
-    if not found:
-        raise InvalidInput(f"{path.name} is empty.")
-    header, rows = [name.strip() for name in found[0]], found[1:]
-    if not rows:
-        raise InvalidInput(f"{path.name} has a header but no rows.")
-    for number, row in enumerate(rows):
-        if len(row) != len(header):
-            raise InvalidInput(
-                f"{path.name}, row {number + 2}: it has {len(row)} values, and the header has "
-                f"{len(header)}."
-            )
-    return header, rows
 
 
 def _place(path: Path, header: list[str], name: str, source: Source) -> int:
@@ -377,40 +338,3 @@ def _kind(where: str, table: object) -> str:
     if kind not in KINDS:
         raise InvalidInput(f"{where} needs a kind: {', '.join(KINDS)}; got {kind!r}.")
     return str(kind)
-
-
-def _words(where: str, value: object) -> tuple[str, ...]:
-    """Return a list of different words."""
-    words = value if isinstance(value, list) else []
-    if words and all(isinstance(each, str) for each in words) and len({*words}) == len(words):
-        return tuple(words)
-    raise InvalidInput(f"{where} takes a list of different words, got {value!r}.")
-
-
-def _column(name: str, entry: object) -> Column:
-    """Return a site's own column."""
-    where = f"[data.columns] {name}"
-    if isinstance(entry, str):
-        return Column(entry)
-    if not isinstance(entry, Mapping):
-        raise InvalidInput(f"{where} takes the name of a column or a table, got {entry!r}.")
-    _check_keys(where, entry, Column._fields, {"name": "column"})
-    words = entry.get("words", {})
-    if not isinstance(words, Mapping) or not all(isinstance(w, str) for w in words.values()):
-        raise InvalidInput(f"{where}: words takes a table of words, got {words!r}.")
-    for key in ("factor", "offset"):
-        if type(entry.get(key, 1.0)) not in (int, float):
-            raise InvalidInput(f"{where}: {key} takes a number, got {entry[key]!r}.")
-    own = str(entry.get("column", name))
-    factor, offset = float(entry.get("factor", 1.0)), float(entry.get("offset", 0.0))
-    return Column(own, factor, offset, dict(words))
-
-
-def _check_keys(
-    where: str, table: Mapping, known: Sequence[str], other: Mapping[str, str] | None = None
-) -> None:
-    """Raise for a key that is not known."""
-    names = [(other or {}).get(key, key) for key in known]
-    for key in table:
-        if key not in names:
-            raise InvalidInput(f"{where} has no key {key!r}; known: {', '.join(names)}.")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from equinox import is_array
 from jaxtyping import PyTree
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -17,6 +18,8 @@ from fedsolve.auditing import Audit, Tally, count, judge
 from fedsolve.auditing.counting import Ranges
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import load
+from fedsolve.experiments.model_card import FILE as CARD
+from fedsolve.experiments.model_card import with_audits
 from fedsolve.experiments.run_folder import named_arrays
 from fedsolve.problem.problem import Problem
 from fedsolve.storage.atomic import write_atomically
@@ -58,7 +61,7 @@ class Audited:
         self.problem: Problem
         self.algorithm: Algorithm
         self.problem, self.algorithm = experiment.cell(*names[self.run])
-        self.params = _saved_params(self.folder, self.run, model, self.problem)
+        self.params = saved_params(self.folder, self.run, model, self.problem)
 
     def count(
         self, test_clients: object, names: Sequence[str] | None = None, ranges: Ranges = None
@@ -75,7 +78,7 @@ class Audited:
     def judge(
         self, tally: Tally, confidence: float = 0.95, ranges: Ranges = None, sites: bool = True
     ) -> Audit:
-        """Judge the counts of all clients, and write `audit.json` into the folder.
+        """Judge the counts of all clients; write `audit.json`, and the verdicts to the model card.
 
         Args:
             tally: The counts.
@@ -88,8 +91,12 @@ class Audited:
         path = self.folder / FILE
         audits = read_audits(self.folder) | {self.run: found}
         text = json.dumps({name: each.to_json() for name, each in audits.items()}, indent=2)
+        card = self.folder / CARD
         try:
             write_atomically(path, f"{text}\n".encode())
+            if card.is_file():
+                told = with_audits(card.read_text(encoding="utf-8"), audits)
+                write_atomically(card, told.encode())
         except OSError as error:
             raise InvalidInput(f"Cannot write to {path}: {error.strerror}.") from None
         return found
@@ -121,7 +128,7 @@ def read_counts(paths: Sequence[Path]) -> Tally:
     return found
 
 
-def _saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree:
+def saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTree:
     """Return the saved parameters of a run, in the problem's own structure."""
     if model not in MODELS:
         raise InvalidInput(f"model must be one of {', '.join(MODELS)}, got {model!r}.")
@@ -132,10 +139,11 @@ def _saved_params(folder: Path, run: str, model: str, problem: Problem) -> PyTre
         raise InvalidInput(f"{folder} has no parameters in {path.name} to audit.") from None
     part = "average" if model == "average" else "params"
     prefixes = [f"{run}/{part}", *([run] if model == "best" else [])]
+    params = jax.tree.map(lambda x: np.asarray(x) if is_array(x) else x, problem.params)
     for prefix in prefixes:
-        wanted = named_arrays(prefix, problem.params)
+        wanted = named_arrays(prefix, params)
         if wanted and wanted.keys() <= arrays.keys():
-            leaves, structure = jax.tree.flatten(problem.params)
+            leaves, structure = jax.tree.flatten(params)
             found = iter([arrays[name] for name in wanted])
             return structure.unflatten(
                 [next(found) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]

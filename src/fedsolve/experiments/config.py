@@ -35,6 +35,7 @@ Settings = Mapping[str, object] | Iterable[str] | None  # by dotted key, or `key
 SEED_KEYS = ("seed", "seeds", "instances")
 HOW_KEYS = (
     "evaluate_every",
+    "evaluate_at",
     "precision",
     "clients_at_once",
     "stop",
@@ -49,7 +50,8 @@ PARTS_OF_RUN: dict[str, Mapping[str, Callable[..., object]]] = {
     "privacy": PRIVACY,
 }
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
-DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience")
+DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience", "alarms")
+ALARMS = ("refuse", "note")  # what a server does about answers out of all proportion
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
@@ -292,13 +294,20 @@ def load(
         name, table, allowed = Path(experiment).stem, read(experiment), allowed_here(allow)
     else:
         raise InvalidInput(f"An experiment is a name, a file or an Experiment, got {experiment!r}.")
+    return resolve(name, configured(table, settings, rounds, seed), allowed)
+
+
+def configured(
+    table: Table, settings: Settings = None, rounds: int | None = None, seed: int | None = None
+) -> Table:
+    """Return a configuration with some settings changed; see `runner.run`."""
     table = _changed_by(table, settings)
     if rounds is not None:
         table = with_key(table, "run.rounds", rounds)
     if seed is not None:
         table = with_key(table, "run.seed", seed)
         table["run"].pop("seeds", None)
-    return resolve(name, table, allowed)
+    return table
 
 
 def _changed_by(table: Table, settings: Settings) -> Table:
@@ -420,6 +429,10 @@ def _check_deploy(key: str, value: object) -> None:
     name = f"deploy.{key}"
     if key == "sites":
         check_count(name, value)
+        return
+    if key == "alarms":
+        if value not in ALARMS:
+            raise InvalidInput(f"{name} is one of {', '.join(ALARMS)}, got {value!r}.")
         return
     number = scalar(name)(value)
     check_positive(name, number, zero=key in ("quorum", "patience"))

@@ -17,6 +17,8 @@ from fedsolve.runtimes.history import History
 from fedsolve.solving.result import Run
 from fedsolve.types import PyTree, Table
 
+FILE = "model_card.md"
+AUDITS = "\n## Audit on held-out data\n"  # the last section, if there is one
 COSTS = ("bytes_", "messages_", "vectors_", "seconds_")  # columns of the history
 MOST = 30  # arrays of a model and entries of data that are listed
 
@@ -48,6 +50,19 @@ def model_card(
         lines += ["## Results", "", *_results(variant, runs, facts), ""]
     lines += ["## Reproduction", "", *_facts(facts)]
     return "\n".join(lines) + "\n"
+
+
+def with_audits(card: str, audits: Mapping[str, object]) -> str:
+    """Return a card with a last section about audits, in place of the one that it has.
+
+    Args:
+        card: The card.
+        audits: The audits, by the name of their run.
+    """
+    lines = [AUDITS]
+    for name, audit in audits.items():
+        lines += [f"{_text(name)}:", "", "```", str(audit), "```", ""]
+    return card.partition(AUDITS)[0] + "\n".join(lines) if audits else card
 
 
 def kind_of_model(problem: Problem) -> str:

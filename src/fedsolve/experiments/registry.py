@@ -25,9 +25,16 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed
 from fedsolve.federation.clock import LogNormal, Mixture
 from fedsolve.fields import check_kind
-from fedsolve.privacy import Clipped, Krum, Median, Private, SecureSum, Trimmed
+from fedsolve.privacy import Clipped, ExactSum, Krum, Median, Private, SecureSum, Trimmed
 from fedsolve.problem.problem import Problem
-from fedsolve.solving.stopping import NearOptimum, Reached, Spent, Stationary, StationaryForSize
+from fedsolve.solving.stopping import (
+    NearFedADMM,
+    NearOptimum,
+    Reached,
+    Spent,
+    Stationary,
+    StationaryForSize,
+)
 from fedsolve.types import Table
 
 T = TypeVar("T")
@@ -62,8 +69,8 @@ PARTICIPATION = _subclasses(
     participation, participation.Weighting, participation.Selection, participation.Availability
 )
 DISTRIBUTIONS = _by_name(LogNormal, Mixture)
-RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum, Spent)
-AGGREGATIONS = _by_name(Trimmed, Median, Clipped, Krum, SecureSum)
+RULES = _by_name(Stationary, StationaryForSize, Reached, NearOptimum, NearFedADMM, Spent)
+AGGREGATIONS = _by_name(Trimmed, Median, Clipped, Krum, SecureSum, ExactSum)
 PRIVACY = _by_name(Private)
 PARTS: dict[str, Callable[..., object]] = {
     **COMPRESSORS,
@@ -73,6 +80,8 @@ PARTS: dict[str, Callable[..., object]] = {
     **_subclasses(local_updates, local_updates.Optimizer),
     **_by_name(
         algorithms.Adaptive,
+        algorithms.L1,
+        algorithms.ResidualBalancing,
         local_updates.Cosine,
         local_updates.Diminishing,
         problems.discovery_game,

@@ -97,7 +97,7 @@ def _groups(folder: Path, several: bool) -> list[Table]:
 
 def _sites(seed: int, record: Table, rounds: object) -> Table:
     """Return what is shown of a deployed run's sites: the rounds that each of them missed."""
-    missing = record["missing"]
+    missing, alarms = record["missing"], record.get("alarms", {})
     return {
         "seed": seed,
         "rounds": rounds,
@@ -108,6 +108,7 @@ def _sites(seed: int, record: Table, rounds: object) -> Table:
                 "counts": [site[key] for key in ("asked", "answered", "refused", "absent")],
                 "missed": [[gap["from"], gap["to"], gap["why"]] for gap in site["missed"]],
                 "without": missing.get(name, ""),
+                "alarms": alarms.get(name, []),
             }
             for name, site in sorted(record["sites"].items())
         ],

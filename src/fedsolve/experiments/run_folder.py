@@ -22,9 +22,11 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as as_safetensors
 
 from fedsolve.errors import InvalidInput
+from fedsolve.experiments.model_card import FILE as CARD
 from fedsolve.experiments.model_card import kind_of_model, model_card
 from fedsolve.plots import effort, has_numbers, plot, tradeoff
 from fedsolve.problem.layout import name_of
+from fedsolve.problems.tables import TabularLoss
 from fedsolve.solving.result import Run, tidy
 from fedsolve.storage.atomic import open_locked, write_atomically
 from fedsolve.types import Table
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # a slow import
     from pandas import DataFrame
 
 Runs = Mapping[str, list[Run]]  # by variant
+PREPROCESSING = "preprocessing.json"
 
 
 def new_folder(wanted: str | Path | None, name: str) -> Path:
@@ -114,9 +117,10 @@ def save(
     if labelled:
         _save_results(path, runs, labelled, "stop" in config["run"])
         _save_models(path, labelled)
+        _save_preprocessing(path, labelled)
         title = str(config.get("title") or path.resolve().name)
         card = model_card(_evaluated(runs), title, facts, data_here)
-        write_atomically(path / "model_card.md", card.encode())
+        write_atomically(path / CARD, card.encode())
     write_atomically(path / "run.json", _json(facts))  # last: then all is there
 
 
@@ -150,6 +154,17 @@ def _save_results(path: Path, runs: Runs, labelled: list[tuple[str, Run]], stops
         effort(groups, path / "rounds.png")
     if len(groups) > 1 and all("constraint" in run.history for _, run in labelled):
         tradeoff(groups, path / "trade-off.png")
+
+
+def _save_preprocessing(path: Path, labelled: list[tuple[str, Run]]) -> None:
+    """Write what turns tables into inputs, for runs on tables; see `predict`."""
+    found = {
+        _name(variant, run): loss.preprocessing.to_json()
+        for variant, run in labelled
+        if isinstance(loss := run.problem.given[0], TabularLoss)
+    }
+    if found:
+        write_atomically(path / PREPROCESSING, _json(found))
 
 
 def _save_models(path: Path, labelled: list[tuple[str, Run]]) -> None:

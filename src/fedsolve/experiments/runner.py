@@ -225,7 +225,7 @@ def _silent(run: Tracked, done: int, rounds: int, newest: History) -> None:
 def _saved(folder: Path, experiment: Experiment) -> dict[int, checkpoints.Checkpoint]:
     """Load the checkpoints of a folder by the number of their run; raise if one does not fit."""
     saved: dict[int, checkpoints.Checkpoint] = {}
-    same = ("evaluate_every", "precision", "aggregation", "privacy")
+    same = ("evaluate_every", "evaluate_at", "precision", "aggregation", "privacy")
     own = {k: v for k, v in experiment.options.items() if k in same}
     for number, (variant, seed) in enumerate(experiment.runs):
         if not checkpoints.exists(place := checkpoint_of(folder, number)):

@@ -49,6 +49,13 @@ class Count(eqx.Module):
         exact = (high << 16) + self.low - less.low
         return jnp.where(high > 2**15, limit, jnp.minimum(exact, limit))
 
+    def remainder(self, divisor: UInt32[Array, ""]) -> UInt32[Array, "..."]:
+        """Return the remainder of a division by a number of at most 2^31."""
+        rest = self.high % divisor
+        for bit in range(15, -1, -1):
+            rest = (2 * rest + ((self.low >> bit) & 1)) % divisor
+        return rest
+
     def _carry(self, high: UInt32[Array, "..."], low: UInt32[Array, "..."]) -> Count:
         low = self.low + low
         return Count(self.high + high + (low >> 16), low & 0xFFFF)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedsolve.federation.clock import Clock
+from fedsolve.federation.milestones import Milestones
 from fedsolve.federation.rules import Rule
 from fedsolve.fields import Scalar
 from fedsolve.types import Cohort, Flag, Flags, Function, PyTree, Round
@@ -30,6 +31,7 @@ class RoundOptions(eqx.Module):
     aggregation: Rule | None = None
     privacy: Rule | None = None
     mesh: Mesh | None = eqx.field(static=True, default=None)
+    milestones: Milestones | None = None  # None: evaluate after so many rounds
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,16 +138,28 @@ class Admin:
                 raise InvalidInput(f"{run} does not end: its sites are still at work. Try again.")
             time.sleep(0.3)
 
+    def revoke(self, site: str) -> None:
+        """Let nobody take part as a site any more: not in runs that go on, and in no other.
+
+        Raises:
+            InvalidInput: If that is no name of a site.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", site) or site == ADMIN:
+            raise InvalidInput(f"{site!r} is not the name of a site.")
+        self._do(lambda session: session.disable_client(site))
+        for job in self._jobs_with_process():
+            self.news(job, 0, revoke=site)
+
     def news(
-        self, job: str, since: int, make_room: bool = False, cancel: bool = False
+        self, job: str, since: int, make_room: bool = False, cancel: bool = False, revoke: str = ""
     ) -> Table | None:
         """Ask a job for its news after the first `since` entries; None if it does not run.
 
         The answer has `news`, a list of entries, and `rounds`, the number of rounds in which some
         site answered. With `make_room`, the job is to end before its next round; with `cancel`,
-        the run is.
+        the run is. The site in `revoke` is not asked any more.
         """
-        wish = {"since": since, "yield": make_room, "cancel": cancel}
+        wish = {"since": since, "yield": make_room, "cancel": cancel, "revoke": revoke}
         try:
             return self._connect().do_app_command(job, TOPIC, wish)
         except NoServer:
@@ -154,42 +167,56 @@ class Admin:
         except Exception:
             return None  # it has not started, or is over, or its server went away
 
-    def last_round(self, job: str) -> Table | None:
-        """Return a running job's newest entry about a round, if any."""
-        since, last = 0, None
-        while (answer := self.news(job, since)) and (entries := answer["news"]):
-            since += len(entries)
-            last = next((entry for entry in reversed(entries) if "round" in entry), last)
-        return last
-
     def download(self, job: str, folder: Path) -> Path:
         """Download the results of a job that has ended; return their folder."""
         return Path(self._do(lambda session: session.download_job_result(job, str(folder))))
 
     def overview(self) -> list[str]:
-        """Return a line for each site and job, with the newest round of jobs that run."""
+        """Return a line for each site and each run, in the order of their newest jobs."""
         lines = [f"site {name}" for name in sorted(self.sites())]
         jobs = self._do(lambda session: session.list_jobs())
         by_time = sorted(jobs, key=lambda job: str(job.get("submit_time", "")))
-        newest = {job["job_name"]: job["job_id"] for job in by_time}.values()
-        for job in jobs:
-            lines.append(f"job {job['job_name']}: {job['status']}")
-            if job["status"] == "RUNNING" and (last := self.last_round(job["job_id"])) is not None:
-                answered = ", ".join(last["answered"])
-                lines[-1] += (
-                    f", round {last['round']}, f {last['objective']:.4g}, answered by {answered}"
-                )
-                lines[-1] += "".join(f"; without {s} ({why})" for s, why in last["missing"].items())
-            elif "FINISHED" in job["status"] and job["job_id"] in newest:
-                absent = ", ".join(self.missing(job["job_id"]))
-                lines[-1] += f", finished without {absent}" if absent else ""
-        return lines
+        newest = {job["job_name"]: job for job in by_time}
+        alive = self._jobs_with_process()
+        return lines + [f"run {run}: {self._told(job, alive)}" for run, job in newest.items()]
 
-    def missing(self, job: str) -> dict[str, str]:
-        """Return the sites that were missing at the end of the run that a job ended, and why."""
+    def _told(self, job: Table, alive: set[str]) -> str:
+        """Return how a run's newest job stands."""
+        status, name = str(job["status"]), job["job_id"]
+        if status in ("SUBMITTED", "APPROVED", "DISPATCHED"):
+            return "handed over"
+        if status == "RUNNING":
+            return self._going(name) if name in alive else "ended early, as the server went away"
+        if status != "FINISHED:COMPLETED":
+            return "ended early" + ("" if "ABORT" not in status else ", as it was stopped")
+        absent = self.missing(name)
+        if absent is None:
+            return "waiting to be continued"
+        return f"finished without {', '.join(absent)}" if absent else "finished"
+
+    def _going(self, job: str) -> str:
+        """Return how a running job stands."""
+        since, last, waiting = 0, None, []
+        while (answer := self.news(job, since)) and (entries := answer["news"]):
+            since += len(entries)
+            for entry in entries:
+                last = entry if "round" in entry else last
+                waiting = entry.get("waiting", waiting)
+        if last is None:
+            return "running, before its first evaluation"
+        told = f"round {last['round']}, f {last['objective']:.4g}"
+        told += f", answered by {', '.join(last['answered'])}"
+        told += "".join(f"; without {site} ({why})" for site, why in last["missing"].items())
+        return f"waiting for {', '.join(waiting)}; {told}" if waiting else f"running, {told}"
+
+    def missing(self, job: str) -> dict[str, str] | None:
+        """Return the sites that were missing at the end of a run, and why.
+
+        None if the run did not end with this job.
+        """
         with temporary_folder() as folder:
             found = next(self.download(job, folder).rglob(WITHOUT), None)
-            return {} if found is None else json.loads(found.read_text())
+            return None if found is None else json.loads(found.read_text())
 
     def shut_down(self) -> None:
         """Abort running jobs and shut down all sites and the server."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import jax
@@ -25,6 +25,8 @@ from nvflare.collab.api.context import set_call_context
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.allowed import Allowed
 from fedsolve.experiments.config import Experiment, resolve
+from fedsolve.flare.alarms import REFUSE
+from fedsolve.flare.held_out import HeldOut, held_out_rows
 from fedsolve.flare.job_files import check_run_name
 from fedsolve.flare.journal import JournalError, read
 from fedsolve.flare.limits import Guard, Limits
@@ -69,6 +71,8 @@ def built(text: str) -> Experiment:
         experiment = resolve("deployed", json.loads(text), allowed)
     if "stop" in experiment.options:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
+    if experiment.options.get("evaluate_at", "rounds") != "rounds":
+        raise InvalidInput("A deployment evaluates by rounds; leave out run.evaluate_at.")
     _terms(experiment)
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
@@ -111,6 +115,7 @@ class SiteJob:
 
     def __init__(self, experiment: str, run: str):
         self._text, self._run = experiment, run
+        self._seconds = Limits.seconds  # that a question may take
         self._trouble = ""  # why this site cannot take part
         self._shares: dict[int, SiteClients] = {}
         self._alone: io.TextIOWrapper | None = None  # the locked file of the run's folder
@@ -126,6 +131,7 @@ class SiteJob:
             with _details_in_log():
                 check_data(Path(os.environ[OWNER]))
             limits = owners_limits()
+            self._seconds = limits.seconds
             self._experiment = built(self._text)
             limits.check_problems(self._experiment)
             limits.check_privacy(self._experiment)
@@ -140,11 +146,36 @@ class SiteJob:
             trouble = self._trouble
             if not trouble:
                 try:
-                    return self._share(cell).answer(data)
+                    with self._time_limited():
+                        return self._share(cell).answer(data)
                 except Exception as error:
                     trouble = _reason(error)
             self._say(trouble)
             return encode({"status": "refused", "reason": trouble}, {})
+
+    @contextlib.contextmanager
+    def _time_limited(self) -> Iterator[None]:
+        """End this process if a question takes longer than its owner allows.
+
+        A compiled program cannot be stopped otherwise. Nothing is lost: it has not answered yet.
+        """
+        seconds = self._seconds
+
+        def end() -> None:
+            self._say(f"a question took more than {seconds:g} s, which its owner does not allow")
+            os._exit(1)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _show(self, line: str) -> None:
+        """Show this machine's owner a line that nobody else gets."""
+        print(f"{self._run}: {line}", file=sys.stderr, flush=True)
 
     def _say(self, trouble: str) -> None:
         """Tell this machine's owner, once, why the site refuses or will be refused."""
@@ -169,23 +200,30 @@ class SiteJob:
                 raise InvalidInput("An older job of this run is still running here.")
             with _details_in_log():
                 own = site_problem(problem, Path(os.environ[OWNER]))
+                held = held_out_rows(problem, Path(os.environ[OWNER]))
             limits, options = owners_limits(), experiment.options
             limits.check_samples(own)
             place, every = home / str(cell), options.get("evaluate_every", 1)
             place.mkdir(exist_ok=True, mode=0o700)
             guard = Guard(limits, place, options["rounds"], every)
+            precision, seen = options.get("precision"), None
+            if held is not None:
+                with precision_of(precision) as dtype:
+                    seen = HeldOut(held, options["rounds"], self._show, dtype)
             rule = options.get("aggregation")
+            secure = rule if isinstance(rule, SecureSum) else None
             clients = SiteClients(
                 place,
                 own,
                 algorithm,
                 seed,
-                options.get("precision"),
+                precision,
                 self._say,
                 guard,
-                rule if isinstance(rule, SecureSum) else None,
-                _terms(experiment),
-                _identity() if isinstance(rule, SecureSum) else None,
+                seen,
+                aggregation=secure,
+                terms=_terms(experiment),
+                identity=None if secure is None else _identity(),
             )
             self._shares = {cell: clients}
         return self._shares[cell]
@@ -228,6 +266,7 @@ class Coordinator:
         self._links: list[Roster] = []
         self._make_room = False  # whether to end before the next round
         self._cancelled = False  # whether to end then for good
+        self._revoked: set[str] = set()  # sites that are not asked any more
 
     @collab.main
     def run(self) -> None:
@@ -266,7 +305,8 @@ class Coordinator:
             raise InvalidInput(
                 f"{self._run} belongs to a different experiment; choose another name."
             )
-        transport = CollabTransport(float(experiment.deploy.get("deadline", DEADLINE)), self._tell)
+        deadline = float(experiment.deploy.get("deadline", DEADLINE))
+        transport = CollabTransport(deadline, self._tell, self._revoked)
         for cell in range(len(experiment.runs)):
             place = home / str(cell)
             place.mkdir(exist_ok=True, mode=0o700)
@@ -314,6 +354,7 @@ class Coordinator:
                     lambda text: tell({"note": text, "warning": True}),
                     float(experiment.deploy.get("quorum", 0.0)),
                     int(experiment.deploy.get("sites", 1)),
+                    str(experiment.deploy.get("alarms", REFUSE)),
                 )
             self._links.append(link)
             patience = 0.0 if self._gave_up else experiment.deploy.get("patience", ENDING)
@@ -342,11 +383,13 @@ class Coordinator:
     def _command(self, topic: str, wish: object, context: object) -> Table:
         """Answer the administrator: news since the last question, rounds in which a site answered.
 
-        The question may also ask to make room for another job, or to end for good.
+        The question may also ask to make room for another job, to end for good, or not to ask a
+        site any more.
         """
         wish = wish if isinstance(wish, dict) else {}
         self._make_room = self._make_room or bool(wish.get("yield"))
         self._cancelled = self._cancelled or bool(wish.get("cancel"))
+        self._revoked |= {str(site) for site in [wish.get("revoke")] if site}
         since = int(wish.get("since", 0))
         self._reported = max(self._reported, since)
         rounds = sum(link.rounds for link in self._links)
@@ -369,11 +412,11 @@ class CollabTransport:
     """Send a message to each of some sites at once and collect the answers.
 
     A site that does not answer within the deadline counts as dead for the rest of the job and is
-    not asked again; so does a site that is not part of the job.
+    not asked again; so does a site that is not part of the job. A revoked site is not asked at all.
     """
 
-    def __init__(self, deadline: float, tell: Callable[[Table], None]):
-        self._deadline, self._tell = deadline, tell
+    def __init__(self, deadline: float, tell: Callable[[Table], None], revoked: Set[str]):
+        self._deadline, self._tell, self._revoked = deadline, tell, revoked
         self._dead: set[str] = set()
         self._context = collab.context
 
@@ -388,9 +431,12 @@ class CollabTransport:
                 cell, data
             )
             for site, data in messages.items()
-            if site not in self._dead
+            if site not in self._dead | self._revoked
         }
-        found: dict[str, bytes | Exception] = {}
+        revoked = encode({"status": "refused", "reason": "its kit was revoked"}, {})
+        found: dict[str, bytes | Exception] = dict.fromkeys(
+            messages.keys() & self._revoked, revoked
+        )
         for site, queue in waiting.items():
             for _, data in queue:
                 found[site] = data

@@ -11,21 +11,20 @@ import json
 import socket
 import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedsolve.errors import InvalidInput
 from fedsolve.flare.provisioning import kit_name
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 
 def check_certificate(kit: Path) -> None:
     """Raise if a kit's certificate has expired, belongs to another machine or cannot be read."""
     from cryptography import x509
 
-    role = "server" if (kit / "startup/server.crt").exists() else "client"
-    try:
-        data = (kit / "startup" / f"{role}.crt").read_bytes()
-        certificate = x509.load_pem_x509_certificate(data)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"Cannot read the certificate of {kit}: {error}.") from error
+    certificate = _certificate(kit)
     end = certificate.not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
         raise InvalidInput(
@@ -36,14 +35,45 @@ def check_certificate(kit: Path) -> None:
         raise InvalidInput(f"This kit belongs to {own}, but its certificate belongs to {name}.")
 
 
-def check_connection(kit: Path, timeout: float = 8.0) -> None:
-    """Raise if a site's server cannot be reached or does not accept the site's certificate."""
+def certificate_end(kit: Path) -> datetime.datetime:
+    """Return when a kit's certificate expires."""
+    return _certificate(kit).not_valid_after_utc
+
+
+def _certificate(kit: Path) -> x509.Certificate:
+    from cryptography import x509
+
+    role = "server" if (kit / "startup/server.crt").exists() else "client"
+    try:
+        data = (kit / "startup" / f"{role}.crt").read_bytes()
+        return x509.load_pem_x509_certificate(data)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"Cannot read the certificate of {kit}: {error}.") from error
+
+
+def server_of(kit: Path) -> str:
+    """Return the address of the server of a site or of the administrator."""
     startup = kit / "startup"
     try:
+        if (own := startup / "fed_admin.json").exists():
+            admin = json.loads(own.read_text())["admin"]
+            return f"{admin['host']}:{admin['port']}"
         servers = json.loads((startup / "fed_client.json").read_text())["servers"]
-        target = servers[0]["service"]["target"]
+        return str(servers[0]["service"]["target"])
     except (OSError, KeyError, IndexError, ValueError) as error:
-        raise InvalidInput(f"{kit} is not a site's kit: {error}.") from error
+        raise InvalidInput(f"{kit} is not a kit of a site or of the administrator: {error}.") from (
+            error
+        )
+
+
+def check_connection(kit: Path, timeout: float = 8.0) -> None:
+    """Raise if the server cannot be reached or does not accept the certificate of a kit.
+
+    Args:
+        kit: The kit of a site or of the administrator.
+        timeout: Seconds to wait for the server.
+    """
+    startup, target = kit / "startup", server_of(kit)
     host, _, port = target.rpartition(":")
     rejects = f"The server at {target} rejects this kit"
     try:

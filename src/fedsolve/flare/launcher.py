@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.job_launcher_spec import JobHandleSpec, JobReturnCode
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
+
+ENDED = (
+    "This site's process for a run has ended before the run: killed, or out of memory. The site"
+    " takes part again in the run's next job."
+)
 
 
 class TolerantLauncher(ClientProcessJobLauncher):
@@ -18,9 +25,16 @@ class TolerantLauncher(ClientProcessJobLauncher):
         handle = super().launch_job(job_meta, fl_ctx)
         poll = handle.poll
 
+        told: list[str] = []
+
         def tolerant() -> int:
             code = poll()
-            return JobReturnCode.UNKNOWN if code == JobReturnCode.EXECUTION_ERROR else code
+            if code != JobReturnCode.EXECUTION_ERROR:
+                return code
+            if not told:
+                told.append(ENDED)
+                print(ENDED, file=sys.stderr, flush=True)
+            return JobReturnCode.UNKNOWN
 
         handle.poll = tolerant
         return handle

@@ -7,6 +7,7 @@ Written in `site.toml`; these are the defaults:
     evaluations = 10000     # evaluations of f and g in one run
     digits = 6              # significant digits of the values of f and g that are reported
     memory = 8.0            # GiB that building a job's problem may take
+    seconds = 600.0         # that one question may take
     problems = ["adult"]    # built-in problems that jobs may name; all if left out
     secure = false          # whether answers may leave this site in secure sums only
     epsilon = 4.0           # the most that a job's privacy may spend; any job if left out
@@ -51,6 +52,7 @@ class Limits:
     evaluations: int = 10_000
     digits: int = 6
     memory: float = 8.0
+    seconds: float = 600.0
     problems: tuple[str, ...] | None = None
     secure: bool = False
     epsilon: float | None = None
@@ -66,7 +68,7 @@ class Limits:
             if name in table:
                 check_count(f"limits.{name}", table[name])
         given: Table = dict(table)
-        for name in ("memory", "epsilon"):
+        for name in ("memory", "seconds", "epsilon"):
             if name in table:
                 given[name] = scalar(f"limits.{name}")(table[name])
                 check_positive(f"limits.{name}", given[name])

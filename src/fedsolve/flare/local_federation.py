@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,10 +31,11 @@ from fedsolve.flare.supervisor import (
     saved_runs,
     supervise,
 )
+from fedsolve.types import Table
 
 SERVER = "localhost"
 # All data are on this machine, and results are to be those of the simulation.
-NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\n"
+NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\nseconds = 1e6\n"
 RUN = "local"  # the name of the only run of `deploy_local`
 
 
@@ -63,11 +65,16 @@ class LocalFederation:
 
 @contextlib.contextmanager
 def local_federation(
-    clients: int, sites: int, tell: Tell, allow: Sequence[str] = ()
+    clients: int,
+    sites: int,
+    tell: Tell,
+    allow: Sequence[str] = (),
+    data: Sequence[Table] | None = None,
 ) -> Iterator[LocalFederation]:
     """Start a server and sites with new certificates; remove all processes and files at the end.
 
-    The problem's own clients are distributed over the sites in order. Jobs may use the names in
+    The problem's own clients are distributed over the sites in order, unless `data` has the table
+    [data] of each site. Jobs may use the names in
     `allow` beside what comes with Fedsolve.
     """
     names = [f"site-{number + 1}" for number in range(sites)]
@@ -82,10 +89,12 @@ def local_federation(
             owned = kits[SERVER] / "owner.toml"
             owned.write_text(allowed, encoding="utf-8")
             started[SERVER] = start_server(kits[SERVER], owned)
-            for name, first, end in zip(names, ends, ends[1:], strict=False):
+            if data is None:
+                data = [{"share": [a, b - a]} for a, b in itertools.pairwise(ends)]
+            for name, own in zip(names, data, strict=True):
                 file = kits[name] / "site.toml"
-                data = f"[data]\nshare = [{first}, {end - first}]\n\n"
-                file.write_text(data + allowed + NO_LIMITS, encoding="utf-8")
+                text = tomli_w.dumps({"data": own}) + "\n" + allowed + NO_LIMITS
+                file.write_text(text, encoding="utf-8")
                 started[name] = start_site(kits[name], file)
             admin = Admin(kits[ADMIN])
             try:
@@ -96,21 +105,31 @@ def local_federation(
             stop(list(started.values()))
 
 
-def deploy_local(experiment: Experiment, sites: int, tell: Tell) -> tuple[Runs, Records, str]:
-    """Run an experiment over a federation on this machine.
+def deploy_local(
+    experiment: Experiment,
+    sites: int,
+    tell: Tell,
+    running: LocalFederation | None = None,
+    run: str = RUN,
+) -> tuple[Runs, Records, str]:
+    """Run an experiment over a federation on this machine, by default one that it starts.
 
     Returns its runs, which sites took part in them, and its status: `finished`, or `interrupted`
     after Ctrl-C.
     """
-    fewest = check_site_count(experiment, sites)
     status = "finished"
-    allow = _imported_names(experiment.resolved)
-    with local_federation(fewest, sites, tell, allow) as federation:
+    with contextlib.ExitStack() as stack:
+        if running is None:
+            fewest = check_site_count(experiment, sites)
+            allow = _imported_names(experiment.resolved)
+            federation = stack.enter_context(local_federation(fewest, sites, tell, allow))
+        else:
+            federation = running
         try:
-            run_on(federation, experiment, RUN, tell)
+            run_on(federation, experiment, run, tell)
         except KeyboardInterrupt:
             status = "interrupted"
-        home = federation.home(RUN)
+        home = federation.home(run)
         return saved_runs(experiment, home), participations(experiment, home), status
 
 

@@ -21,8 +21,8 @@ class Participation:
     A site is missing from a round if it refuses, does not answer or is not connected, whether or
     not one of its clients would have been asked. `sites` has by name: `clients`; `asked`,
     `answered`, `refused` and `absent`, numbers of rounds; `evaluated`, whether it answered the
-    newest evaluation; `why` if it did not; and `missed`, ranges of rounds with a reason and the
-    time at which they began.
+    newest evaluation; `why` if it did not; `missed`, ranges of rounds with a reason and the time at
+    which they began; and `alarms`, what was suspicious in its answers, and in which rounds.
     """
 
     def __init__(self):
@@ -62,6 +62,19 @@ class Participation:
         for site, record in self.sites.items():
             record["evaluated"] = site in heard
             record["why"] = "" if site in heard else why.get(site, "it was not asked")
+
+    def alarm(self, site: str, round: int, why: str, refused: bool) -> bool:
+        """Record something suspicious in a site's answers; return whether it is new."""
+        alarms = self.sites.get(site, {}).setdefault("alarms", [])
+        for alarm in alarms:
+            if alarm["why"] == why:
+                alarm["rounds"] += alarm["to"] != round
+                alarm["to"] = round
+                return False
+        if len(alarms) < MOST_GAPS:
+            facts = {"from": round, "to": round, "rounds": 1, "refused": refused}
+            alarms.append({**facts, "why": why, "at": now()})
+        return True
 
     def _miss(self, record: Table, first: int, last: int, why: str) -> None:
         gaps = record["missed"]
@@ -103,20 +116,38 @@ def missing(sites: Mapping[str, Table]) -> dict[str, str]:
 
 def summary(sites: Mapping[str, Table]) -> Table:
     """Return a run's entry in `run.json`: `clients` is None if some site never told how many."""
-    return {"clients": clients_expected(sites), "missing": missing(sites), "sites": dict(sites)}
+    alarms = {site: alarm_texts(record) for site, record in sorted(sites.items())}
+    return {
+        "clients": clients_expected(sites),
+        "missing": missing(sites),
+        "alarms": {site: texts for site, texts in alarms.items() if texts},
+        "sites": dict(sites),
+    }
 
 
 def gaps(sites: Mapping[str, Table]) -> list[str]:
-    """Return a line for each site that missed rounds or the last evaluation."""
+    """Return lines for sites that missed rounds or the last evaluation, or with alarms."""
     absent = missing(sites)
     lines = []
     for site, record in sorted(sites.items()):
+        lines += [f"Alarm: {site}: {text}" for text in alarm_texts(record)]
         if site in absent:
             lines.append(f"Without {site}: {absent[site]}")
         elif record["missed"]:
             missed = record["refused"] + record["absent"]
             lines.append(f"{site} was back at the end; it missed {_gaps(record, missed)}")
     return lines
+
+
+def alarm_texts(record: Table) -> list[str]:
+    """Return what was suspicious in a site's answers, with the rounds."""
+    texts = []
+    for alarm in record.get("alarms", []):
+        done = "refused" if alarm["refused"] else "taken"
+        rounds = f"{alarm['rounds']} round{'s' * (alarm['rounds'] > 1)}, {alarm['from']}"
+        last = f" to {alarm['to']}" if alarm["to"] != alarm["from"] else ""
+        texts.append(f"{alarm['why']} ({done}; {rounds}{last})")
+    return texts
 
 
 def _sentence(record: Table) -> str:

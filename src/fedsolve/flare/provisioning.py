@@ -33,6 +33,39 @@ ROOT_DAYS = 3650  # validity of the authority's own certificate; FLARE gives the
 RENEW_DAYS = 90  # certificates that expire within this time are renewed
 DEFAULT_PORT = 8002
 LOG_SIZES = {"maxBytes": 5_000_000, "backupCount": 3}  # of each of FLARE's own logs
+README = {  # what each kit says of itself
+    "server": """This is the kit of a federation's server. It has the server's private key.
+
+    fedsolve deploy server KIT
+
+starts the server, Ctrl-C stops it. Its port must be reachable by the sites. Runs are stored in
+fedsolve/runs; back up the folder fedsolve. Nothing else in this folder is to be started by hand.
+""",
+    "site": """This is the kit of one site. Whoever has it can take part in your place.
+
+    fedsolve deploy site KIT --data site.toml
+
+starts the site, Ctrl-C stops it. site.toml is your own file: it names your data, and says what jobs
+may use and ask. The clients' states are in fedsolve/runs; back up the folder fedsolve. If the kit
+was stolen, tell the administrator, who can revoke it. Nothing else in this folder is to be started
+by hand.
+""",
+    "administrator": """This is the kit of the administrator, who submits, cancels and stops runs.
+
+    fedsolve deploy submit EXPERIMENT --kit KIT
+    fedsolve deploy status --kit KIT
+    fedsolve deploy cancel RUN --kit KIT
+    fedsolve deploy revoke SITE --kit KIT
+    fedsolve deploy stop --kit KIT
+""",
+}
+LOOPBACK = {  # a site's and a server's own processes talk with certificates, too
+    "allow_adhoc_conns": False,
+    "internal": {
+        "scheme": "tcp",
+        "resources": {"host": "localhost", "connection_security": "mtls"},
+    },
+}
 KIT_NAMES = {  # startup file of a kit: keys that lead to the name of the machine
     "fed_server.json": ("servers", 0, "admin_server"),
     "fed_client.json": ("client", "fqsn"),
@@ -88,7 +121,19 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
         raise InvalidInput(f"FLARE could not make the kits: {' '.join(last)}")
     for path in (*made.rglob("*.key"), folder / AUTHORITY):
         path.chmod(0o600)  # the authority's file has the key that signs all certificates
-    return {name: made / name for name in names if name not in before}
+    new = {name: made / name for name in names if name not in before}
+    for name, kit in new.items():
+        _finish(kit, "administrator" if name == ADMIN else "server" if name == host else "site")
+    return new
+
+
+def _finish(kit: Path, role: str) -> None:
+    """Give a new kit its policy and our readme, and take away what starts FLARE without them."""
+    if role != "administrator":
+        prepare(kit)
+    for path in [*kit.rglob("*.sh"), *kit.rglob("*.ipynb"), *kit.rglob("readme.txt")]:
+        path.unlink()
+    (kit / "README.txt").write_text(README[role], encoding="utf-8")
 
 
 def _project(host: str, port: int, sites: list[str]) -> Table:
@@ -147,9 +192,9 @@ def kit_name(kit: Path) -> str:
 def prepare(kit: Path) -> None:
     """Write a kit's local policy.
 
-    It says which classes jobs may name, forbids code in jobs and remote reading of files, and sets
-    where jobs are stored and what is logged. It is written at every start, as it contains the path
-    of the kit, which is carried from one machine to another.
+    It says which classes jobs may name, forbids code in jobs and remote reading of files, closes
+    the channel to job processes to others, and sets where jobs are stored and what is logged. It is
+    written at every start, as it contains the path of the kit, which is carried to other machines.
     """
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
@@ -168,12 +213,15 @@ def prepare(kit: Path) -> None:
         storage = resources["snapshot_persistor"]["args"]["storage"]["args"]
         storage["root_dir"] = str(kit / "snapshots")
     (local / "resources.json").write_text(json.dumps(resources, indent=1))
+    (local / "comm_config.json").write_text(json.dumps(LOOPBACK, indent=1))
     policy = {"format_version": "1.0", "permissions": {"project_admin": RIGHTS}}
     (local / "authorization.json").write_text(json.dumps(policy, indent=1))
     logging = json.loads((local / "log_config.json.default").read_text())
     for handler in logging.get("handlers", {}).values():
         if "maxBytes" in handler:
             handler |= LOG_SIZES
+    # Of FLARE's messages the owner can use hardly any; all are in the kit's own log files.
+    logging["handlers"]["consoleHandler"]["level"] = "CRITICAL"
     for logger in logging.get("loggers", {}).values():
         logger["level"] = "WARNING"
     # The administrator may ask a job for news before the job can answer; that is not an error.

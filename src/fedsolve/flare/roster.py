@@ -13,10 +13,12 @@ from jaxtyping import PyTree
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.rules import Rule
+from fedsolve.flare.alarms import REFUSE, Alarm, Alarms, digests_of, norms_of
 from fedsolve.flare.participation import Participation
 from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.flare.site import MOST_CLIENTS, START
 from fedsolve.problem.problem import Problem
+from fedsolve.runtimes.recording import RecordedExchange
 from fedsolve.storage.arrays import Refused, decode, encode, nothing_left, size_of, take
 from fedsolve.types import Message, Table, Vector
 
@@ -52,6 +54,7 @@ class Roster:
         quorum: The share of a cohort that must answer, and of the expected sites that must be ready
             when a job begins.
         sites: The number of sites that must be ready before a run begins.
+        alarms: What is done about answers out of all proportion: `refuse` or `note`.
         aggregation: What replaces the sums of answers, if it changes what sites send.
     """
 
@@ -65,6 +68,7 @@ class Roster:
         log: Callable[[str], None],
         quorum: float = 0.0,
         sites: int = 1,
+        alarms: str = REFUSE,
         aggregation: Rule | None = None,
     ):
         self.protocol = Protocol((), (), None, None)
@@ -77,6 +81,7 @@ class Roster:
         self.answered: set[str] = set()  # sites whose replies were taken in this round
         self.rounds = 0  # rounds in which some site answered
         self.participation = Participation()
+        self.alarms = Alarms(alarms)
         self.trouble: BaseException | None = None  # what went wrong outside the compiled round
         self._transport, self._log, self._quorum = transport, log, quorum
         self._at_first, self._aggregation = sites, aggregation
@@ -192,7 +197,8 @@ class Roster:
             looks = self._evaluations(wish[0])
             heads = {s: heads[s] | {"look": wish[0]} if s in heads else looks[s] for s in looks}
             most += self.clients * size_of(wish[2])
-        found: list[tuple[list[int], PyTree]] = []
+        replies: dict[str, PyTree] = {}
+        moved: set[str] = set()
         arrived = self._deliver(heads, {"message": message}, w, most, who_is_asked(wanted))
         for site, (head, arrays) in arrived.items():
             try:
@@ -207,10 +213,17 @@ class Roster:
             except Refused as refused:
                 self._complain(site, f"refused its reply: {refused}")
                 continue
-            if head.get("moved") is not False:  # where nothing moved, there is nothing to keep
-                self.used.setdefault(site, []).append(number)
-            found.append((wanted[site], reply))
-            self.answered.add(site)
+            replies[site] = reply
+            moved |= {site} if head.get("moved") is not False else set()
+        if wish is not None:
+            self._judge_values()
+        for site, why in self._suspects(round, exchange, w, wanted, replies).items():
+            self._complain(site, f"refused its reply: {why}")
+            del replies[site]
+        for site in replies.keys() & moved:  # where nothing moved, there is nothing to keep
+            self.used.setdefault(site, []).append(number)
+        found = [(wanted[site], reply) for site, reply in replies.items()]
+        self.answered |= replies.keys()
         count = sum(len(own) for own, _ in found)
         few = f"{count} of {len(clients)} clients answered in round {round + 1}"
         if count < math.ceil(self._quorum * len(clients)):
@@ -244,6 +257,39 @@ class Roster:
             for site in wanted
         }
         return wanted, heads
+
+    def _suspects(
+        self,
+        round: int,
+        exchange: RecordedExchange,
+        w: np.ndarray,
+        clients: Mapping[str, list[int]],
+        replies: Mapping[str, PyTree],
+    ) -> dict[str, str]:
+        """Raise alarms about replies; return the sites whose replies are refused, and why."""
+        name, alarms = f"its answer to {exchange.method!r}", self.alarms
+        numbers = all(leaf.ndim == 0 for leaf in jax.tree.leaves(exchange.reply))
+        digests = {site: digests_of(clients[site], reply) for site, reply in replies.items()}
+        self._alarm(round + 1, alarms.unchanged(name, w, digests))
+        norms = {site: norms_of(reply) for site, reply in replies.items()}
+        return self._alarm(round + 1, alarms.sizes(name, norms, numbers))
+
+    def _judge_values(self) -> None:
+        """Raise alarms about the newest values of f and g, and drop those that are refused."""
+        for name in ("objective", "constraint"):
+            norms = {s: norms_of(v[name]) for s, v in self._values.items() if name in v}
+            alarms = self.alarms.sizes(f"its {name}", norms, numbers=True)
+            for site, why in self._alarm(self.participation.rounds, alarms).items():
+                del self._values[site]
+                self._no_values[site] = self._log_once(site, f"refused its values: {why}")
+
+    def _alarm(self, round: int, alarms: Mapping[str, Alarm]) -> dict[str, str]:
+        """Record alarms; return the sites whose answers are refused, and why."""
+        for site, alarm in sorted(alarms.items()):
+            new = self.participation.alarm(site, round, alarm.why, alarm.refused)
+            if new and not alarm.refused:
+                self._log(f"{site}: alarm: {alarm.why}")
+        return {site: alarm.why for site, alarm in alarms.items() if alarm.refused}
 
     def _anyone(self) -> bool:
         """Return whether some other site answers."""
@@ -299,6 +345,7 @@ class Roster:
         heads = {site: everyone[site] for site in sites}
         for site, (_, arrays) in self._deliver(heads, {}, w, most, {}).items():
             self._take_values(site, arrays, template)
+        self._judge_values()
 
     def _evaluations(self, round: int) -> dict[str, dict]:
         return {
@@ -438,6 +485,7 @@ class Roster:
             "kinds": [kind for kind, _ in self._packets],
             "holds": self._holds,
             "participation": self.participation.saved(),
+            "alarms": self.alarms.saved(),
         }
         return head, {f"packet{i}": packet for i, (_, packet) in enumerate(self._packets)}
 
@@ -445,6 +493,7 @@ class Roster:
         self.ranges = {site: (first, count) for site, (first, count) in head["roster"].items()}
         self.settled = {site: (last, used) for site, (last, used) in head["settled"].items()}
         self._names, self._holds = head["names"], head["holds"]
+        self.alarms.restore(head.get("alarms", {}))
         if "participation" in head:  # versions before 0.2 kept none
             self.participation.restore(head["participation"])
         else:

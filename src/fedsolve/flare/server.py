@@ -22,7 +22,7 @@ from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
-from fedsolve.federation.rules import Summed
+from fedsolve.federation.rules import Rule, Summed
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
@@ -31,7 +31,6 @@ from fedsolve.flare.summing import SummingRoster
 from fedsolve.privacy.accounting import Ledger, Spent
 from fedsolve.privacy.distributed import Terms
 from fedsolve.privacy.private import Private
-from fedsolve.privacy.robust import Robust
 from fedsolve.privacy.secure import SecureSum, dense_shapes
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
@@ -194,7 +193,7 @@ class Deployed(Runtime):
         sites: list[str],
         seed: int,
         ending: Ending | None = None,
-        aggregation: Robust | SecureSum | None = None,
+        aggregation: Rule | None = None,
         terms: Terms | None = None,
     ):
         super().__init__(problem, algorithm, RoundOptions(aggregation=aggregation))
@@ -466,7 +465,7 @@ def serve(
     go_on: Callable[[], bool] = lambda: True,
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
-    aggregation: Robust | SecureSum | None = None,
+    aggregation: Rule | None = None,
     privacy: Private | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.

@@ -35,6 +35,7 @@ from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.flare.signatures import Identity
 from fedsolve.flare.site_sums import MOST_BYTES, SiteSums, view_of
+from fedsolve.participation.strategic import check_bounds, game_of
 from fedsolve.privacy.distributed import Terms
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
@@ -74,6 +75,7 @@ class SiteClients:
         say: Called with a sentence for this machine's owner if a question is refused, or if the
             answer cannot be used.
         guard: The owner's limits; None for none.
+        seen: Called with a round that is evaluated, and the parameters.
         aggregation: The secure sum in which answers leave; None where they leave as they are.
         terms: Those of a private run, in which this site adds noise.
         identity: What this site signs its keys for secure sums with.
@@ -88,13 +90,16 @@ class SiteClients:
         precision: str | None = None,
         say: Callable[[str], None] = lambda sentence: None,
         guard: Guard | None = None,
+        seen: Callable[[int, Vector], None] | None = None,
+        *,
         aggregation: SecureSum | None = None,
         terms: Terms | None = None,
         identity: Identity | None = None,
     ):
-        self._say, self._guard = say, guard
+        self._say, self._guard, self._seen = say, guard, seen
         self._rule, self._terms = aggregation, terms
         self._lock = threading.Lock()
+        self._game = game_of(algorithm)
         self._precision = precision
         with precision_of(precision) as dtype:
             self._problem = problem.on_device(dtype)
@@ -171,6 +176,10 @@ class SiteClients:
         if total not in (0, self._total):
             if total > MOST_CLIENTS:
                 raise Refused(f"{total} clients, where {MOST_CLIENTS} is the most")
+            if self._game is not None and self._game.players != total:
+                raise Refused(
+                    f"the game has {self._game.players} players, the sites {total} clients"
+                )
             if self._terms is not None and self._sums is not None:
                 self._rule, _ = self._terms.agreed(self._problem, self._algorithm, total)
                 self._sums.rule = self._rule
@@ -211,6 +220,8 @@ class SiteClients:
         at = jnp.int32(round), jnp.int32(first)
         values = self._evaluate(jnp.asarray(self._w), self._seed, *at, state, memory)
         self._check_finite("the objective or the constraint", values)
+        if self._seen is not None:
+            self._seen(round, jnp.asarray(self._w))
         return {"values": values if self._guard is None else self._guard.values(values)}
 
     def _masked_values(self, sums: SiteSums, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
@@ -241,6 +252,11 @@ class SiteClients:
         local = clients - first
         if local.min() < 0 or local.max() >= self._count:
             raise Refused("it asks for clients that are not here")
+        if self._game is not None:
+            try:
+                check_bounds(self._game, self._problem, first)
+            except InvalidInput as error:
+                raise Refused(str(error)) from None
         message = take(arrays, "message", exchange.message)
         used, look = _numbers(head.get("used"), number), head.get("look")
         inbox = {"inbox.0": arrays.pop("inbox.0", np.zeros(0))} if self._sums is not None else {}

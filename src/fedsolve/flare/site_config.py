@@ -6,17 +6,23 @@ The server can name a problem, but never a path:
     share = [0, 5]            # five clients of the problem's own data, from client 0 on
 or
     [data]
-    loader = "npz"
+    loader = "npz"            # or "safetensors"
     path = "patients.npz"     # arrays with a leading client axis, by the names the problem uses
 or
     [data]
-    loader = "clinic.data:patients"     # the owner's function of the path; returns such arrays
-    path = "patients.csv"
+    loader = "parquet"        # or "arrow" (also a folder of Hugging Face), or "images"
+    path = "patients.parquet" # samples by the names that the problem uses; a list: a client each
+or
+    [data]
+    loader = "clinic.data:patients"     # the owner's function of the path; returns such arrays,
+    path = "patients.csv"               # or what `fs.stack_clients` returns
 or, for the problem `tabular`
     [data]
-    loader = "csv"
+    loader = "csv"            # or "parquet", "arrow"
     path = "patients.csv"     # or a list of files, a client each
-    separator = ";"           # see `fedsolve.data.tables.Source`
+    test = 0.2                # held out, chosen by the column "patient"
+    key = "patient"
+    separator = ";"           # see `fedsolve.data.table_files.Source`
     columns = { age = "Alter", weight = { column = "pounds", factor = 0.4536 } }
 
     [allow]                   # beside what comes with Fedsolve; nothing unless written here
@@ -31,18 +37,21 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from fedsolve.data.tables import Source, read_rows
+from fedsolve.data.loaders import BY_CLIENTS, BY_SAMPLES, check_options, load_npz
+from fedsolve.data.table_files import TABLES, Source, files_of, read_rows
 from fedsolve.errors import InvalidInput
 from fedsolve.problem.problem import Problem
-from fedsolve.problems.tables import SumsLoss, TabularLoss
-from fedsolve.types import Table
+from fedsolve.problem.samples import Samples
+from fedsolve.problem.stacking import stack_clients
+from fedsolve.problems.table_sums import SumsLoss
+from fedsolve.problems.tables import TabularLoss
+from fedsolve.types import PyTree, Table
 
 
 def read_owners_file(path: Path) -> Table:
@@ -79,59 +88,79 @@ def check_data(path: Path) -> None:
             raise InvalidInput(
                 f"{path}: share takes a first client from 0 on and at least one, got {share!r}."
             )
-    elif loader == "csv":
-        csv_files(path)
-        Source.of(data)
+    elif loader in TABLES or loader in BY_SAMPLES:
+        files_of(path)
+        if loader == "csv" or not _given(data).keys().isdisjoint(SOURCE_KEYS):
+            Source.of(data)
+        else:
+            check_options(str(path), loader, _given(data))
     elif not isinstance(loader, str) or not isinstance(data.get("path"), str):
         raise InvalidInput(f"{path}: [data] needs `share`, or `loader` and a `path`.")
-    elif loader != "npz" and ":" not in loader:
-        raise InvalidInput(
-            f'{path}: loader takes "csv", "npz" or "module:function", got {loader!r}.'
+    elif loader not in BY_CLIENTS and ":" not in loader:
+        known = ", ".join(
+            f'"{name}"' for name in dict.fromkeys((*TABLES, *BY_CLIENTS, *BY_SAMPLES))
         )
+        raise InvalidInput(f'{path}: loader takes {known} or "module:function", got {loader!r}.')
 
 
-def csv_files(path: Path) -> list[Path]:
-    """Return the CSV files that a site's file names."""
-    named = read_owners_file(path)["data"].get("path")
-    names = [named] if isinstance(named, str) else named
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise InvalidInput(f'{path}: loader = "csv" needs a path, or a list of paths.')
-    return [Path(path.parent, name) for name in names]
+SOURCE_KEYS = ("separator", "decimal", "encoding", "missing", "columns", "test", "key")
 
 
-def load_clients(path: Path, problem: Problem | None = None) -> Mapping[str, object] | None:
+def _given(data: Table) -> Table:
+    """Return the options of a loader."""
+    return {key: value for key, value in data.items() if key not in ("loader", "path")}
+
+
+def load_clients(path: Path, problem: Problem | None = None, part: str = "train") -> PyTree:
     """Load the arrays that a site's file names; None if it takes a share of the problem's data.
 
-    CSV files are read by the problem's schema; without a problem, they are only opened.
+    Tables are read by the problem's schema; without a problem, they are only opened. `part` is the
+    part of a table's rows: `"train"`, `"test"` or `"all"`.
     """
     check_data(path)
     data = read_owners_file(path)["data"]
     if "share" in data:
         return None
-    if data["loader"] == "csv":
-        return _load_csv(csv_files(path), Source.of(data), problem)
-    source, loader = Path(path.parent, data["path"]), data["loader"]
+    loader = data["loader"]
+    reader = None if problem is None else problem.given[0]
+    is_table = problem is None or loader == "csv" or isinstance(reader, TabularLoss | SumsLoss)
+    if loader in TABLES and is_table:
+        return _load_tables(files_of(path), Source.of(data), problem, part)
+    if loader in BY_SAMPLES:
+        return _stacked(path, loader, _given(data))
+    source = Path(path.parent, data["path"])
     try:
-        if loader == "npz":
-            with np.load(source, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
+        if loader in BY_CLIENTS:
+            found = BY_CLIENTS[loader](source)
         else:
             module, _, name = loader.partition(":")
             found = getattr(importlib.import_module(module), name)(source)
     except Exception as error:  # an owner's loader may raise anything
         raise InvalidInput(f"Cannot load {source}: {type(error).__name__}: {error}.") from error
+    if isinstance(found, Samples):
+        return found
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise InvalidInput(f"{source}: {loader} must return a dictionary of arrays.")
-    sizes = {np.shape(each)[:1] for each in found.values()}
+    leaves = jax.tree.leaves(found)
+    sizes = {np.shape(each)[:1] for each in leaves}
     if len(sizes) != 1 or not all(size and size[0] for size in sizes):
         shapes = ", ".join(f"{name} {np.shape(each)}" for name, each in found.items())
         raise InvalidInput(f"{source}: arrays need their clients on a leading axis, got {shapes}.")
     return found
 
 
-def _load_csv(
-    files: list[Path], source: Source, problem: Problem | None
-) -> Mapping[str, object] | None:
+def _stacked(path: Path, loader: str, options: Table) -> PyTree:
+    """Read a client's samples from each file or folder."""
+    clients = []
+    for source in files_of(path):
+        try:
+            clients.append(BY_SAMPLES[loader](source, options))
+        except OSError as error:
+            raise InvalidInput(f"Cannot load {source}: {error.strerror or error}.") from error
+    return stack_clients(clients)
+
+
+def _load_tables(files: list[Path], source: Source, problem: Problem | None, part: str) -> PyTree:
     """Read a client from each file."""
     if problem is None:
         for file in files:
@@ -140,7 +169,7 @@ def _load_csv(
     reader = problem.given[0]
     if not isinstance(reader, TabularLoss | SumsLoss):
         raise InvalidInput('loader = "csv" is for the problem "tabular"; use a loader of your own.')
-    return reader.read_clients(files, source)
+    return reader.read_clients(files, source, part)
 
 
 def site_problem(problem: Problem, path: Path) -> Problem:
@@ -155,7 +184,7 @@ def site_problem(problem: Problem, path: Path) -> Problem:
     return eqx.tree_at(lambda p: p.samples, problem, own)
 
 
-def held_out(path: Path, problem: Problem) -> tuple[Mapping[str, object], int]:
+def held_out(path: Path, problem: Problem) -> tuple[PyTree, int]:
     """Load held-out data for an audit, from an .npz or by a site's file.
 
     Returns:
@@ -163,12 +192,12 @@ def held_out(path: Path, problem: Problem) -> tuple[Mapping[str, object], int]:
     """
     if path.suffix == ".npz":
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                found: Mapping[str, object] | None = {name: arrays[name] for name in arrays.files}
+            found: PyTree = load_npz(path)
         except (OSError, ValueError) as error:
             raise InvalidInput(f"Cannot load {path}: {error}.") from error
     else:
-        found = load_clients(path, problem)
+        data = read_owners_file(path).get("data", {})
+        found = load_clients(path, problem, "test" if data.get("test") else "all")
     if found is None:
         raise InvalidInput(f"{path}: a share of the training data is not held out; name a loader.")
     leaves = jax.tree.leaves(found)

@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
+from fedsolve.flare.alarms import REFUSE
 from fedsolve.flare.roster import Parameters, Roster, TooFew, Transport, who_is_asked
 from fedsolve.flare.site_sums import KEY, Position, as_bytes, use_name, view_of
 from fedsolve.privacy import encoding
@@ -63,7 +64,7 @@ class SummingRoster(Roster):
     """The sites of a run whose answers are seen in sums only.
 
     Args:
-        transport, problem, algorithm, log, quorum, sites: As for `Roster`.
+        transport, problem, algorithm, log, quorum, sites, alarms: As for `Roster`.
         rule: The run's aggregation.
         home: The run's folder on the server.
     """
@@ -78,11 +79,14 @@ class SummingRoster(Roster):
         log: Callable[[str], None],
         quorum: float = 0.0,
         sites: int = 1,
+        alarms: str = REFUSE,
         *,
         rule: SecureSum,
         home: Path,
     ):
-        super().__init__(transport, problem, algorithm, log, quorum, sites, rule)
+        super().__init__(
+            transport, problem, algorithm, log, quorum, sites, alarms, aggregation=rule
+        )
         self.evaluated: PyTree = None  # the sum of the newest evaluation, as ring elements
         self._rule, self._kept = rule, KeptSums(home / "sums.safetensors")
         self._batch: Batch | None = None

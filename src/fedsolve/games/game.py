@@ -369,7 +369,8 @@ class Game(eqx.Module):
             >>> import fedsolve as fs
             >>> cost = fs.games.QuadraticCost([[1.0, 0.0], [0.0, 1.0]], rate=-2.0)
             >>> game = fs.Game(None, cost, lower=0, upper=5, regularization=1.0)
-            >>> game.equilibrium().tolist(), game.with_turnout(0.5).equilibrium().round(3).tolist()
+            >>> half = game.with_turnout(0.5).equilibrium()
+            >>> game.equilibrium().round(3).tolist(), half.round(3).tolist()
             ([1.0, 1.0], [0.667, 0.667])
         """
         from fedsolve.games.turnout import Turnout, turnouts

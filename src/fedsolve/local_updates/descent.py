@@ -73,6 +73,7 @@ def take_steps(
         at(step_size, client.round) if optimizer is None else None,
         follows,
         w,
+        moves_personal,
     )
     if walked is not None:
         return walked.change, walked.directions

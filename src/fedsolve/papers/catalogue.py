@@ -20,7 +20,7 @@ from fedsolve.fields import check_count
 from fedsolve.types import Table
 
 STATES = ("whole", "in part", "other data", "settings")
-STUDIES = ("decisive", "tcga-brca")  # entries that are neither a figure nor a table of a paper
+STUDIES = ("decisive", "decisive-cnn", "tcga-brca")  # neither figures nor tables of a paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,17 @@ class Entry:
     - `state`: `whole`; `in part`; `other data` than the paper's; `settings`, a table of settings
       with nothing to run. `note` says what is missing, or where the settings are.
     - `set` changes keys of the experiments, `variants` selects some of them; `quick` has both for
-      the small version, and its minutes.
+      the small version, its minutes, and its own `columns` and `against`, if any; it
+      may name fewer `experiments`.
+    - `steps` to try for every variant but those of the experiments that are `fixed`; `tuning` has
+      the rule that chooses one. `steps_seeds`: with how many of the seeds, by default with all. The
+      small version takes the experiments' own steps.
+    - `joined`: experiments whose runs are shown with those of another one.
+    - `optional`: experiments that are left out where their data are not to be had.
     - `minutes` on 2 cores with the experiment's own seeds; `gpu_minutes` if it needs a GPU.
     - `picture`: `curves`, `trade-off`, or `rounds` (until a rule stopped the run).
     - `band`: the half-width of bands in standard deviations; None: from the least to the greatest.
+    - `against`: the entry on the horizontal axis of curves.
     - `columns` are measures (see `reproduce.measured`), `paper` its own numbers by variant and
       measure.
     - `heading` of its section, where that is not `Figure 2`, say.
@@ -48,15 +55,21 @@ class Entry:
     state: str = "whole"
     note: str = ""
     experiments: Sequence[str] = ()
+    joined: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional: Sequence[str] = ()
     set: Mapping[str, object] = dataclasses.field(default_factory=dict)
     variants: Sequence[str] = ()
     quick: Table = dataclasses.field(default_factory=dict)
+    steps: Sequence[float | int] = ()
+    steps_seeds: int | None = None
+    fixed: Sequence[str] = ()
     minutes: float | int = 0.0
     gpu_minutes: float | int = 0.0
     picture: str = "curves"
     panels: Sequence[str] = plots.USUAL
     lines: Mapping[str, float] = dataclasses.field(default_factory=dict)
     band: float | None = None
+    against: str = "round"
     columns: Sequence[str] = ()
     paper: Mapping[str, Mapping[str, float | int]] = dataclasses.field(default_factory=dict)
     claims: Sequence[Sequence[str]] = ()
@@ -67,6 +80,11 @@ class Entry:
     def runs(self) -> bool:
         """Whether there is something to run."""
         return bool(self.experiments or self.study)
+
+    def shown(self, size: str) -> Entry:
+        """Return the entry with the columns and the axis of a size, `quick` or `full`."""
+        own = {k: v for k, v in self.quick.items() if k in ("columns", "against")}
+        return dataclasses.replace(self, **own) if size == "quick" else self
 
     @property
     def paper_of(self) -> str:
@@ -113,7 +131,7 @@ def tables(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[
     changes = dict(entry.set) | (entry.quick["set"] if quick else {})
     chosen = (quick and entry.quick.get("variants")) or entry.variants
     found = {}
-    for name in entry.experiments:
+    for name in (quick and entry.quick.get("experiments")) or entry.experiments:
         table = config.read(name)
         for key, value in changes.items():
             table = config.with_key(table, key, value)
@@ -157,5 +175,7 @@ def changes(entry: Entry, quick: bool) -> Table:
     """Return the settings that the small version changes."""
     if not quick:
         return {}
-    chosen = {"variants": len(entry.quick["variants"])} if "variants" in entry.quick else {}
+    chosen = {
+        key: len(entry.quick[key]) for key in ("experiments", "variants") if key in entry.quick
+    }
     return dict(entry.quick["set"]) | chosen

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,8 @@ STRATEGIES: dict[str, Callable[[], object] | None] = {
 COUNTINGS = ("retained", "renormalised", "uniform")
 SPLITS = {"distr-1": "iid", "distr-2": "two_groups", "distr-3": "uneven"}
 STEPS = {"cifar10": 0.4, "mnist": 1.6}  # where the search for a step size begins
+IMAGES = {"cifar10": 50_000, "mnist": 60_000}
+KEY = ["dataset", "images", "features", "split", "local_steps"]  # a problem's columns
 ALPHAS = (1.0, 3.0)
 ENDS = (0.2, 0.5)
 
@@ -102,12 +105,23 @@ class Case:
     features: str
     split: str
     local_steps: int
+    samples: int | None = 2000  # training images; None for all of them
 
     @property
     def name(self) -> str:
-        return f"{self.dataset}-{self.features}-{self.split}-E{self.local_steps}"
+        return f"{self.dataset}-{self.images}-{self.features}-{self.split}-E{self.local_steps}"
 
-    def problem(self, seed: int, samples: int | None) -> Problem:
+    @property
+    def images(self) -> int:
+        """The number of training images."""
+        return IMAGES[self.dataset] if self.samples is None else self.samples
+
+    @property
+    def about(self) -> Table:
+        """What the rows of the table say of the problem."""
+        return {name: getattr(self, name) for name in KEY}
+
+    def problem(self, seed: int) -> Problem:
         """Return the problem of a seed."""
         size = 40 if self.features == "pca" else 24
         return frozen_features(
@@ -115,7 +129,7 @@ class Case:
             self.features,
             SPLITS[self.split],
             size=size,
-            samples=samples,
+            samples=self.samples,
             penalty=PENALTY,
             seed=seed,
         )
@@ -170,14 +184,19 @@ class Case:
         return found
 
 
-PCA = [Case(d, "pca", s, 1) for s in ("distr-3", "distr-2", "distr-1") for d in STEPS]
-CASES = [
-    *PCA,
-    *(dataclasses.replace(case, local_steps=5) for case in PCA[:4]),
-    *(dataclasses.replace(case, features="convolutions") for case in PCA[:4]),
-    *(dataclasses.replace(case, features="convolutions", local_steps=5) for case in PCA[:4]),
+SMALL = [
+    Case(dataset, features, split, steps)
+    for steps in (1, 5)
+    for features in ("pca", "convolutions")
+    for split in ("distr-3", "distr-2", "distr-1")
+    for dataset in STEPS
 ]
-QUICK = PCA[:1]
+CASES = [  # 2000 images of both, then all of CIFAR-10
+    *SMALL,
+    *(dataclasses.replace(case, samples=None) for case in SMALL if case.dataset == "cifar10"),
+]
+TAKES = "a row takes about 10 s, and some minutes with all images."
+QUICK = [dataclasses.replace(SMALL[0], samples=1000)]
 
 
 def known_minimum(problem: Problem) -> float:
@@ -239,6 +258,19 @@ def measured(run: Run, least: float, budgets: Sequence[int]) -> Iterator[Table]:
             }
 
 
+def check_equal_budgets(data: Frame) -> None:
+    """Raise if rows of a problem were not measured at the same numbers of messages and bytes."""
+    names = ["framework", "strategy", "seed"]
+    for key, part in data.groupby([*KEY, "unit"], sort=False):
+        budgets = part.groupby(names)["budget"].apply(lambda own: tuple(sorted(own)))
+        if budgets.nunique() > 1:
+            one, other = budgets.drop_duplicates().index[:2]
+            raise InvalidInput(
+                f"Rows of {key[0]} have different budgets of {key[-1]}: {one[0]} + {one[1]}, and "
+                f"{other[0]} + {other[1]}; only rows of one budget can be compared."
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Decisive:
     """The study, with the interface of a `Reproduction`."""
@@ -248,6 +280,7 @@ class Decisive:
     seeds: int | None
     folder: Path
     by: dict[str, str]
+    only: str = ""  # words that all names of rows to run have: "problem, framework + selection"
 
     @property
     def cases(self) -> list[Case]:
@@ -260,11 +293,6 @@ class Decisive:
         return 600 if self.quick else MESSAGES
 
     @property
-    def samples(self) -> int:
-        """The training images that are used."""
-        return 1000 if self.quick else 2000
-
-    @property
     def all_seeds(self) -> list[int]:
         """The seeds."""
         return list(range(self.seeds or (1 if self.quick else 5)))
@@ -274,17 +302,33 @@ class Decisive:
         """The command that runs it."""
         words = ["fedsolve", "reproduce", self.name, *(["--quick"] if self.quick else [])]
         words += ["--seeds", str(self.seeds)] if self.seeds is not None else []
+        words += ["--only", self.only] if self.only else []
         return shlex.join(words)
+
+    @property
+    def wanted(self) -> dict[Case, list[Row]]:
+        """The rows of each problem that are to be run."""
+        found: dict[Case, list[Row]] = {}
+        words = self.only.split()
+        for case in self.cases:
+            names = {f"{case.name}, {row.name}": row for row in case.rows(self.budget)}
+            kept = [row for name, row in names.items() if all(w in name for w in words)]
+            found |= {case: kept} if kept else {}
+        return found
+
+    def check(self) -> None:
+        """Raise if there is nothing to run."""
+        if not self.wanted:
+            example = f"{self.cases[0].name}, {self.cases[0].rows(self.budget)[-1].name}"
+            raise InvalidInput(f"No row is named by {self.only!r}; a name is {example!r}.")
 
     @property
     def announcement(self) -> str:
         """What will be run."""
-        rows = len(self.cases[0].rows(self.budget))
+        rows = sum(len(rows) for rows in self.wanted.values())
         return (
-            f"{self.name}: {len(self.cases)} problems with {rows} rows and {len(self.all_seeds)} "
-            "seeds each; a problem takes about "
-            + ("2" if self.quick else "12")
-            + " min on 2 cores."
+            f"{self.name}: {len(self.wanted)} problems with {rows} rows in all and "
+            f"{len(self.all_seeds)} seeds each; {TAKES}"
         )
 
     def run(
@@ -293,12 +337,11 @@ class Decisive:
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[Result]:
         """Run what is missing, row by row; yield nothing unless interrupted."""
-        for case in self.cases:
-            rows = case.rows(self.budget)
+        for case, rows in self.wanted.items():
             missing = [row for row in rows if not self._file(case, row).is_file()]
             if not missing:
                 continue
-            problems = {seed: case.problem(seed, self.samples) for seed in self.all_seeds}
+            problems = {seed: case.problem(seed) for seed in self.all_seeds}
             least = {seed: known_minimum(problem) for seed, problem in problems.items()}
             shown = Tracked(case.name, self.name, 0, case.name)
             for row in missing:
@@ -359,9 +402,9 @@ class Decisive:
                 best = last(tried[step]), tried[step], {"step_size": step} | own
         assert best is not None
         _, found, chosen = best
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             rest = list(pool.map(solved, [(seed, chosen) for seed in others]))
-        about = dataclasses.asdict(case) | {"framework": row.framework, "strategy": row.strategy}
+        about = case.about | {"framework": row.framework, "strategy": row.strategy}
         about |= {"step_size": chosen["step_size"], "steps_tried": len(tried)}
         about |= {"alpha": chosen.get("regularization"), "p": chosen.get("epoch_end")}
         for seed, run in zip(problems, [found, *rest], strict=True):
@@ -378,7 +421,11 @@ class Decisive:
         ]
         if not found:
             raise InvalidInput(f"There are no results in {self.folder}.")
-        return pd.DataFrame([row for rows in found for row in rows])
+        data = pd.DataFrame([row for rows in found for row in rows])
+        check_equal_budgets(data)
+        order = {tuple(case.about.values()): place for place, case in enumerate(self.cases)}
+        places = [order.get(key, -1) for key in zip(*(data[name] for name in KEY), strict=True)]
+        return data.iloc[np.argsort(places, kind="stable")].reset_index(drop=True)
 
     def finish(self) -> Table:
         """Write `data.csv`, the pictures and `page.md`."""
@@ -408,10 +455,9 @@ FLOOR = PROVED  # smaller differences say nothing
 
 def tables(data: Frame) -> Iterator[str]:
     """Write a table for each problem: the geometric mean of f − f* at the end of the budget."""
-    for key, part in data.groupby(["dataset", "features", "split", "local_steps"], sort=False):
-        dataset, features, split, steps = key
+    for key, part in data.groupby(KEY, sort=False):
         at_end = part[part["budget"] == part.groupby("unit")["budget"].transform("max")]
-        lines = [f"## {dataset}, {features}, {split}, E = {steps}", ""]
+        lines = [f"## {_titled(key)}", ""]
         lines += [f"| f − f* | {' | '.join(STRATEGIES)} |", "|---" * (len(STRATEGIES) + 1) + "|"]
         for framework in ORDER:
             own = at_end[(at_end["framework"] == framework) & (at_end["unit"] == "messages")]
@@ -426,6 +472,12 @@ def tables(data: Frame) -> Iterator[str]:
             ]
             lines.append(f"| {framework}, {strategy} | {_cell(own)} |" + " |" * 4)
         yield "\n".join(lines)
+
+
+def _titled(key: Sequence[object]) -> str:
+    """Name a problem by its values of `KEY`."""
+    dataset, images, features, split, steps = key
+    return f"{dataset}, {images} images, {features}, {split}, E = {steps}"
 
 
 def _cell(rows: Frame) -> str:
@@ -446,10 +498,11 @@ def drawn(data: Frame) -> Any:
     """Draw f − f* by messages: a panel for each problem, the best strategy of each framework."""
     from matplotlib.figure import Figure
 
-    groups = list(data.groupby(["dataset", "features", "split", "local_steps"], sort=False))
+    groups = list(data.groupby(KEY, sort=False))
     columns = min(len(groups), 3)
     rows = -(-len(groups) // columns)
-    figure = Figure(figsize=(3.4 * columns, 2.6 * rows + 0.6), layout="constrained")
+    width = max(3.4 * columns, 7.5)  # the legend has four columns
+    figure = Figure(figsize=(width, 2.6 * rows + 1.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     shown = [("GNS", "-"), ("random", "--")]
     handles: Table = {}
@@ -461,7 +514,10 @@ def drawn(data: Frame) -> Any:
                 _line(axis, these, handles, f"{framework} + {strategy}", number, line)
         floor = own[(own["framework"] == "FedAvg") & (own["strategy"] == "everyone")]
         _line(axis, floor, handles, "FedAvg, everyone", 8, ":")
-        axis.set(xscale="log", yscale="log", title=", ".join(str(k) for k in key))
+        axis.set(xscale="log", yscale="log", title=_titled(key))
+        budgets = sorted(own["budget"].unique())
+        axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        axis.minorticks_off()
         axis.set_xlabel("Messages from clients")
     axes[0].set_ylabel("f − f*")
     for axis in axes[len(groups) :]:

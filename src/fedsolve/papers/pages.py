@@ -13,6 +13,7 @@ from PIL import Image
 
 from fedsolve.errors import InvalidInput
 from fedsolve.papers.catalogue import Entry, catalogue, costs, duration, papers
+from fedsolve.plots import has_numbers
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.types import Table
 
@@ -20,6 +21,8 @@ HEADINGS = {
     "objective": "f",
     "constraint": "g",
     "over": "over ε",
+    "worst": "worst g",
+    "step_size": "step",
     "deviation": "g's deviation",
     "violations": "violating rounds",
     "test_accuracy": "test accuracy",
@@ -40,9 +43,15 @@ what they cost.
 
 Numbers are means over seeds, ± the standard deviation over seeds, of the last fifth of a run's
 evaluations unless a round is named; *over ε* is the share of those evaluations with g above the
-tolerance. In pictures, lines are means and bands go from the least to the greatest seed (CartPole:
-0.2 standard deviations, as in its paper). Times of 2026-11-16 on 2 cores were taken while other
-work kept them busy: a quiet machine needs a third of them or less.
+tolerance, *worst g* the greatest g among them. In pictures, lines are means and bands go from the
+least to the greatest seed (CartPole: 0.2 standard deviations, as in its paper). Times of 2026-11-16
+on 2 cores were taken while other work kept them busy: a quiet machine needs a third or less.
+
+Where a table has a column *step*, each row's step size was chosen by one rule, which
+`fedsolve reproduce` applies before it runs the row: of the steps of a grid with mean g ≤ ε the one
+with the least mean f; if there is none, the one with the least mean g. Means are those of the
+table. The grid is that of the FedSGM paper, 1, 0.3, 0.1, … 1e-4, unless a note says otherwise. In
+these tables every seed is another division of the data, and another start where that is random.
 """
 
 
@@ -59,6 +68,7 @@ def plain(text: str) -> str:
 
 def part(entry: Entry, summary: Table, pictures: str = "") -> str:
     """Return pictures, numbers, what the paper says, and how the results were made."""
+    entry = _as_measured(entry, summary)
     parts = _about(entry)
     for name in summary["pictures"]:
         parts.append(f"![{entry.shows}]({pictures}{name})")
@@ -67,6 +77,13 @@ def part(entry: Entry, summary: Table, pictures: str = "") -> str:
         rows = [f"| {says} | {found} |" for says, found in entry.claims]
         parts.append("\n".join(["| the paper | what was found |", "|---|---|", *rows]))
     return "\n\n".join([*parts, _made(entry, summary)])
+
+
+def _as_measured(entry: Entry, summary: Table) -> Entry:
+    """Return the entry with the columns of the summary's size, if they were measured by then."""
+    now = entry.shown(summary["size"])
+    rows = [row for rows in summary["numbers"].values() for row in rows]
+    return now if any(column in row for row in rows for column in now.columns) else entry
 
 
 def title(entry: Entry) -> str:
@@ -85,6 +102,8 @@ def _about(entry: Entry) -> list[str]:
 def _numbers(entry: Entry, rows: list[Table]) -> str:
     """Return a table with a row for each variant, and the paper's numbers beside ours."""
     columns = [c for c in entry.columns if any(row.get(c) for row in rows)]
+    if entry.picture == "rounds" and has_numbers(row["variant"] for row in rows):
+        return "\n\n".join(_by_number(entry, rows, column) for column in columns)
     beside = {c for c in columns if any(c in own for own in entry.paper.values())}
     head, lines = [""], []
     for column in columns:
@@ -101,6 +120,28 @@ def _numbers(entry: Entry, rows: list[Table]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
 
+def _by_number(entry: Entry, rows: list[Table], column: str) -> str:
+    """Return a table of one measure, of labels such as "FedADMM: k_0 = 5": a column for each 5."""
+    cells: dict[str, dict[str, str]] = {}
+    name = ""
+    for row in rows:
+        heading, _, at = row["variant"].partition(": ")
+        name, _, number = at.partition(" = ")
+        found, own = row.get(column), entry.paper.get(row["variant"], {}).get(column)
+        text = _number(column, found, row["seeds"]) if found else "not reached"
+        if own is not None:
+            text += f" (paper: {_number(column, [own])})"
+        cells.setdefault(heading, {})[number] = text
+    numbers = list(dict.fromkeys(number for shown in cells.values() for number in shown))
+    head = [f"{_heading(column)}, {name} =", *numbers]
+    lines = [
+        " | ".join([heading, *(shown.get(number, "") for number in numbers)])
+        for heading, shown in cells.items()
+    ]
+    first, *rest = (f"| {line} |" for line in [" | ".join(head), *lines])
+    return "\n".join([first, "|---" * len(head) + "|", *rest])
+
+
 def _heading(column: str) -> str:
     name, _, when = column.partition("@")
     at = f", after {when}" if " " in when else f", round {when}"
@@ -111,6 +152,8 @@ def _heading(column: str) -> str:
 def _number(column: str, found: Sequence[float | int], seeds: int = 1) -> str:
     """Return the middle to three figures, and the spread over seeds to as many decimals."""
     name, unit = column.partition("@")[0], ""
+    if name == "step_size":
+        return f"{found[0]:g}"
     if name in SHARES:
         found, unit, decimals = [100 * value for value in found], " %", 1
     elif column in ("CR", "violations"):

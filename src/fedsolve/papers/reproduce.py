@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +27,12 @@ from fedsolve.errors import InvalidInput
 from fedsolve.experiments import config, run_folder
 from fedsolve.experiments.config import Experiment
 from fedsolve.experiments.runner import Progress, Result, execute
+from fedsolve.experiments.tracking import Tracked
+from fedsolve.papers import tuning
 from fedsolve.papers.catalogue import Entry, changes, duration, find, minutes, tables
 from fedsolve.papers.decisive import Decisive
 from fedsolve.papers.pages import page
-from fedsolve.runtimes.history import History
+from fedsolve.runtimes.history import History, no_history
 from fedsolve.solving.result import Columns
 from fedsolve.storage.atomic import write_atomically
 from fedsolve.theory.fedadmm import communication_rounds
@@ -40,7 +43,6 @@ if TYPE_CHECKING:  # slow imports
     from pandas import DataFrame
 
 FOLDER = Path("reproduced")  # where reproductions are written by default
-LATE = 5  # means are over the last fifth of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +80,13 @@ class Reproduction:
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[Result]:
         """Run the experiments that have not finished, one after the other."""
-        for label, experiment in self.experiments.items():
+        for label in self.experiments:
             own = self.folder / "runs" / label
             if not finished(own):
+                if not self._tune(label, progress, interrupted):
+                    yield Result({}, self.folder, "interrupted", "Interrupted while tuning.")
+                    return
+                experiment = self.tuned(label)
                 there = own.exists()
                 yield execute(
                     experiment,
@@ -89,6 +95,35 @@ class Reproduction:
                     progress=progress,
                     interrupted=interrupted,
                 )
+
+    def _tune(
+        self, label: str, progress: Progress | None, interrupted: Callable[[], bool] | None
+    ) -> bool:
+        """Choose the step sizes of an experiment; return whether it was not interrupted."""
+        if not self._tunes(label):
+            return True
+        experiment, seeds = self.experiments[label], self.entry.steps_seeds
+        shown = Tracked(label, f"{label}: step sizes", 0)
+
+        def stopped(number: int) -> bool:
+            if progress is not None:
+                progress(shown, number, len(experiment.cells), no_history())
+            return interrupted is not None and interrupted()
+
+        return tuning.tune(experiment, self.entry.steps, seeds, self._steps(label), stopped)
+
+    def _tunes(self, label: str) -> bool:
+        return not self.quick and bool(self.entry.steps) and label not in self.entry.fixed
+
+    def _steps(self, label: str) -> Path:
+        return self.folder / "steps" / f"{label}.json"
+
+    def tuned(self, label: str) -> Experiment:
+        """Return an experiment with the step sizes that were chosen for it, if any were."""
+        if not self._tunes(label):
+            return self.experiments[label]
+        table = tables(self.entry, self.quick, self.seeds)[label]
+        return config.resolve(label, tuning.with_steps(table, tuning.read(self._steps(label))))
 
     def finish(self) -> Table:
         """Write the numbers, pictures, data and page; return the summary.
@@ -99,13 +134,14 @@ class Reproduction:
         """
         results: dict[str, Groups] = {}
         seconds, histories = 0.0, []
-        for label, experiment in self.experiments.items():
+        for label in self.experiments:
             own = self.folder / "runs" / label
             if not finished(own):
                 raise InvalidInput(f"The runs in {own} have not finished.")
             contents = run_folder.read(own)
             seconds += sum(contents.facts["seconds"].values())
-            results[label] = recorded(contents, experiment)
+            shown_with = self.entry.joined.get(label, label)
+            results.setdefault(shown_with, {}).update(recorded(contents, self.tuned(label)))
             contents.table.insert(0, "experiment", label)
             histories.append(contents.table)
         made = {"size": "quick" if self.quick else "full"}
@@ -118,15 +154,24 @@ class Reproduction:
 
 
 def start(
-    name: str, quick: bool = False, seeds: int | None = None, out: Path | None = None
+    name: str,
+    quick: bool = False,
+    seeds: int | None = None,
+    out: Path | None = None,
+    only: str = "",
 ) -> Reproduction | Decisive:
     """Start to reproduce a figure or table in a folder, or resume it there."""
     entry = find(name)
+    if only and not entry.study:
+        raise InvalidInput(f"--only is for studies such as ppbc/decisive; {name} is none.")
     experiments = {} if entry.study else plan(entry, quick, seeds)
     folder = out or FOLDER / (f"{name}-quick" if quick else name)
+    study = Decisive(name, quick, seeds, folder, {}, only)
+    if entry.study:
+        study.check()
     by = begin(folder, {"name": name, "quick": quick, "seeds": seeds})
     if entry.study:
-        return Decisive(name, quick, seeds, folder, by)
+        return dataclasses.replace(study, by=by)
     return Reproduction(entry, quick, seeds, folder, experiments, by)
 
 
@@ -149,8 +194,19 @@ Groups = dict[str, list[Recorded]]  # by variant
 
 
 def plan(entry: Entry, quick: bool = False, seeds: int | None = None) -> dict[str, Experiment]:
-    """Return a figure's experiments, ready to run, by name."""
-    return {name: config.resolve(name, t) for name, t in tables(entry, quick, seeds).items()}
+    """Return a figure's experiments, ready to run, by name; without those that lack their data."""
+    planned = {}
+    for name, table in tables(entry, quick, seeds).items():
+        try:
+            planned[name] = config.resolve(name, table)
+            if name in entry.optional:
+                planned[name].cell(*planned[name].runs[0])
+        except InvalidInput as error:
+            if name not in entry.optional:
+                raise
+            planned.pop(name, None)
+            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+    return planned
 
 
 def recorded(contents: run_folder.Contents, experiment: Experiment) -> Groups:
@@ -174,26 +230,32 @@ def measured(column: str, run: Recorded) -> float:
 
     | `objective`, or any entry | its mean |
     | `over` | the share of evaluations with g above the tolerance |
+    | `worst` | the greatest g |
     | `deviation` | the standard deviation of g |
     | `reward@100`, `reward@end` | at that round; at the end |
     | `test_accuracy@20 epochs` | at the end of that epoch; of that round, where rounds have none |
     | `test_accuracy@960 messages` | when that many messages had come from clients |
     | `violations` | all evaluations with g above the tolerance, after the first without |
+    | `step_size` | of the algorithm, or of its local optimizer |
     | `seconds` | of the run, with compiling |
     | `CR` | FedADMM's communication rounds (29) until a rule stopped the run |
     """
     name, at, when = column.partition("@")
-    late = slice(-max(len(run.history["round"]) // LATE, 1), None)
+    late = slice(-max(len(run.history["round"]) // tuning.LATE, 1), None)
     if column == "CR":
         return float(communication_rounds(run.rounds)) if run.rounds < run.allowed else np.nan
     if column == "seconds":
         return run.seconds
-    if column in ("over", "deviation", "violations"):
+    if column == "step_size":
+        part = getattr(run.algorithm, "local_optimizer", None) or run.algorithm
+        return float(getattr(part, "step_size", np.nan))
+    if column in ("over", "worst", "deviation", "violations"):
         g = run.history["constraint"]
         above = g > float(getattr(run.algorithm, "tolerance", 0.0))
         if column == "violations":
             return float(above[np.argmin(above) :].sum())
-        return float(np.mean(above[late]) if column == "over" else np.std(g[late]))
+        late_g, rules = g[late], {"worst": np.max, "deviation": np.std}
+        return float(np.mean(above[late]) if column == "over" else rules[column](late_g))
     if name not in run.history:
         return np.nan
     values = run.history[name]
@@ -230,7 +292,7 @@ def finish(
     """
     from matplotlib.style import context
 
-    numbers, pictures = {}, []
+    entry, numbers, pictures = entry.shown(str(made.get("size"))), {}, []
     for name, groups in results.items():
         numbers[name] = [
             {"variant": variant, "seeds": len(runs)}
@@ -250,11 +312,11 @@ def finish(
 def _spread(column: str, values: list[float]) -> list[float] | None:
     """Return the middle and the standard deviation over seeds; None if there is no number.
 
-    The middle is the mean; of CR it is the median, as in its paper, where runs that did not reach
-    the goal count as infinite.
+    The middle is the mean; of CR and of seconds it is the median, as in their paper, where runs
+    that did not reach the goal count as infinite.
     """
     there = [value for value in values if np.isfinite(value)]
-    if column == "CR":
+    if column in ("CR", "seconds"):
         middle = np.median(np.where(np.isfinite(values), values, np.inf))
     else:
         middle = np.mean(there) if there else np.nan
@@ -266,7 +328,9 @@ def _draw(entry: Entry, groups: Groups) -> Figure:
         return plots.tradeoff(groups)
     if entry.picture == "rounds":
         return plots.effort(groups)
-    return plots.plot(groups, panels=entry.panels, lines=entry.lines, band=entry.band)
+    return plots.plot(
+        groups, panels=entry.panels, lines=entry.lines, band=entry.band, against=entry.against
+    )
 
 
 def begin(place: Path, wanted: Table) -> dict[str, str]:

@@ -12,6 +12,7 @@ from fedsolve.participation.availability import (
     Markov,
     Trace,
 )
+from fedsolve.participation.covering import Covering
 from fedsolve.participation.divfl import DivFL
 from fedsolve.participation.oort import Oort
 from fedsolve.participation.sampling import sample
@@ -41,6 +42,7 @@ __all__ = [
     "FOLB",
     "Availability",
     "Bernoulli",
+    "Covering",
     "Cyclic",
     "DataSize",
     "DayNight",

@@ -5,7 +5,8 @@
 | `Everyone` | all clients | its weight |
 | `Random(count)` | uniformly, among those of positive weight | its weight |
 | `Top(count)` | the largest weights; ties are broken at random | its weight |
-| `Cyclic(count)` | in turn: everyone within ⌈n/count⌉ rounds (Scheme 4.1 of FedADMM) | its weight |
+| `Cyclic(count)` | in turn: everyone within ⌈n/count⌉ rounds, a case of `Covering` | its weight |
+| `Covering(count, within)` | at random, everyone in each window (Scheme 4.1) | its weight |
 | `Poisson(rate)` | each with the same probability, independently | its weight |
 | `Proportional(count)` | in proportion to the weights, without replacement | equal |
 | `Importance(count)` | with probabilities in proportion to the weights | 1/(nπ_j), not normalised |

@@ -48,20 +48,36 @@ def check_players(game: Game, start: Numbers | None, problem: Problem) -> None:
         raise InvalidInput(f"The game has {game.players} players, the problem {problem.n} clients.")
     if start is not None and np.shape(start) not in ((), (problem.n,)):
         raise InvalidInput(f"start must be one number for each of {problem.n} clients.")
-    sizes, lower, upper = counts(problem.samples), np.asarray(game.lower), np.asarray(game.upper)
-    sets = sets_of(problem.samples)
+    check_bounds(game, problem)
+
+
+def check_bounds(game: Game, problem: Problem, first: int = 0) -> None:
+    """Raise if clients cannot contribute what a game allows; they are its players from `first` on.
+
+    At a site of a deployment only the site's own clients are there.
+    """
+    sizes, sets = counts(problem.samples), sets_of(problem.samples)
+    lower, upper = (np.asarray(b)[first : first + problem.n] for b in (game.lower, game.upper))
     if (lower < sets).any():
         least = "one sample" if sets == 1 else f"one sample of each of {sets} sets"
         raise InvalidInput(
             f"Clients must contribute at least {least}; the lower bound of client "
-            f"{np.argmin(lower)} is {lower.min():g}."
+            f"{first + np.argmin(lower)} is {lower.min():g}."
         )
     if (wrong := np.flatnonzero(np.ceil(upper) > sizes)).size:
         i = wrong[0]
         raise InvalidInput(
-            f"Client {i} has {sizes[i]} samples, and the upper bound of its contribution is "
-            f"{upper[i]:g}."
+            f"Client {first + i} has {sizes[i]} samples, and the upper bound of its contribution "
+            f"is {upper[i]:g}."
         )
+
+
+def game_of(algorithm: object) -> Game | None:
+    """Return the game that an algorithm's clients play, if they play one."""
+    for part in (algorithm, getattr(algorithm, "weighting", None)):
+        if isinstance(game := getattr(part, "game", None), Game):
+            return game
+    return None
 
 
 class Strategic(Weighting):

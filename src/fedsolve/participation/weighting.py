@@ -37,7 +37,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.federation import Federation
-from fedsolve.fields import Scalar, check_count, check_positive, scalar, static
+from fedsolve.fields import (
+    Scalar,
+    check_count,
+    check_momentum,
+    check_positive,
+    scalar,
+    static,
+)
 from fedsolve.problem.client import Client
 from fedsolve.problem.problem import Problem
 from fedsolve.types import Cohort, Flag, Flags, Info, PRNGKey, PyTree, Vector
@@ -259,7 +266,7 @@ class BANT(Weighting):
     def __check_init__(self):
         _check_look(self.look)
         check_positive("step_size", self.step_size)
-        check_positive("momentum", self.momentum, zero=True)
+        check_momentum("momentum", self.momentum)
 
     def init(self, w: Vector, clients: int) -> Trust:
         return jnp.zeros(clients, w.dtype), jnp.zeros(clients, bool)

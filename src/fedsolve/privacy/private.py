@@ -125,8 +125,8 @@ class Private(eqx.Module):
     @classmethod
     def for_budget(
         cls,
-        epsilon: float,
-        delta: float | None = None,
+        epsilon: float | int,
+        delta: float | int | None = None,
         rounds: int | None = None,
         participants: int | None = None,
         **others: Any,

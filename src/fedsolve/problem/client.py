@@ -329,6 +329,11 @@ class Client:
         Returns:
             The values after the last step.
         """
+        if self._problem.trains_itself:
+            raise InvalidInput(
+                "This algorithm takes local steps of its own kind, which a training loop cannot "
+                "replace; use FedAvg, PPBC, SCAFFOLD or FedSGM."
+            )
         before, self._now.training = self._now.training, True
         if self._moves is None:
             end = lax.fori_loop(first, steps, body, start)
@@ -397,6 +402,7 @@ class Client:
         step_size: Scalar | None,
         follows: Follows | None,
         start: Vector,
+        moves_personal: bool = True,
     ) -> Walked | None:
         """Take all local steps in one call, if the objective offers that; else return None."""
         problem = self._problem
@@ -404,9 +410,12 @@ class Client:
         if not isinstance(objective, HasLocalPass):
             return None
         if self.personal is not None:
-            if objective.trains_itself:
-                raise InvalidInput("A training loop cannot keep some parameters personal.")
-            return None
+            if not objective.trains_itself:
+                return None
+            if not moves_personal:
+                raise InvalidInput(
+                    "A training loop trains personal parameters with the shared ones: use FedAvg."
+                )
         samples = self._samples
         if problem.state is not None:
             samples = dataclasses.replace(samples, state=self.state)
@@ -421,10 +430,12 @@ class Client:
             follows,
             problem.layout.ravel,
             problem.layout.names(problem.params),
+            self.personal is not None,
         )
         walked = objective.local_pass(work)
         if walked is not None and self._moves is not None:
-            self._put((self.personal, walked.state))
+            personal = self.personal
+            self._put((personal if personal is None else personal - walked.own, walked.state))
         return walked
 
     def _batches(self, epochs: int | None, steps: int, key: PRNGKey) -> Batches:

@@ -100,7 +100,9 @@ class EachClient(Constraint):
         active = jnp.sum((values > least) & (values <= most))
         factor = count / jnp.maximum(active, 1)
         g = jnp.where(jnp.any(replies.arrived), g, 0)
-        return g, Active(least, jnp.where(spared > 0, most, jnp.inf), factor.astype(g.dtype))
+        end = jnp.finfo(g.dtype).max  # sites refuse messages that are not finite
+        least, most = jnp.maximum(least, -end), jnp.where(spared > 0, most, end)
+        return g, Active(least, most, factor.astype(g.dtype))
 
     def local(self, params: PyTree, samples: Samples, focus: Active) -> Float[Array, ""]:
         """Compute the client's part of what is descended: its g_j, if it is to reduce it."""

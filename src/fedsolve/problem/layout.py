@@ -72,12 +72,12 @@ class Layout:
         """The length of the vector of a client's personal parameters."""
         return sum(int(np.prod(shape)) for shape, _ in self._parameters(PERSONAL))
 
-    def names(self, params: PyTree) -> tuple[str, ...] | None:
-        """Return the names of the shared parameters; None if all are shared."""
+    def names(self, params: PyTree, kind: str = SHARED) -> tuple[str, ...] | None:
+        """Return the names of the parameters of a kind; None if all are shared."""
         if self.kinds is None:
             return None
         names = [name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
-        return tuple(names[i] for _, i in self._parameters(SHARED))
+        return tuple(names[i] for _, i in self._parameters(kind))
 
     def ravel(self, params: PyTree, kind: str = SHARED) -> Vector:
         """Return the parameters of one kind as one vector."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Key
 
 from fedsolve.fields import Scalar
 from fedsolve.problem.samples import Samples
-from fedsolve.types import PRNGKey, PyTree, Vector
+from fedsolve.types import Personal, PRNGKey, PyTree, Vector
 
 
 class Follows(NamedTuple):
@@ -62,8 +62,9 @@ class LocalWork(NamedTuple):
         plain: Whether the steps are one plain step, so that the algorithm leaves them to the pass.
         step_size: The step size of gradient descent; None where there is an optimizer.
         follows: The direction of a step; None for one that has no name here.
-        ravel: Function that returns the trained parameters as a vector.
-        trained: Names of the parameters that are trained; None for all.
+        ravel: Function that returns the trained parameters, or those of a kind, as a vector.
+        trained: Names of the shared parameters that are trained; None for all.
+        has_personal: Whether the client has personal parameters, which move with the others.
     """
 
     w: Vector
@@ -74,16 +75,25 @@ class LocalWork(NamedTuple):
     plain: bool
     step_size: Scalar | None
     follows: Follows | None
-    ravel: Callable[[PyTree], Vector]
+    ravel: Callable[..., Vector]
     trained: tuple[str, ...] | None
+    has_personal: bool
 
 
 class Walked(NamedTuple):
-    """Where local steps led: the pseudo-gradient, the sum of the directions, the next state."""
+    """Where local steps led.
+
+    Args:
+        change: The pseudo-gradient.
+        directions: The sum of the directions.
+        state: The next state.
+        own: The negated change of the personal parameters; None if there are none.
+    """
 
     change: Vector
     directions: Vector
     state: PyTree
+    own: Personal | None = None
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from fedsolve.errors import InvalidInput
-from fedsolve.fields import check_count
+from fedsolve.fields import check_count, html_table
 from fedsolve.problem.client import Client
 from fedsolve.problem.columns import check_columns
 from fedsolve.problem.constraints import Constraint
@@ -319,6 +319,15 @@ class Problem(eqx.Module):
         if self.constraint is not None:
             found["constraint"] = self.constraint.measure(params, samples, 1)
         return found
+
+    def _repr_html_(self) -> str:
+        """Return clients, parameters and constraint."""
+        objective = self.given[0]
+        name = getattr(objective, "__name__", type(objective).__name__)
+        rows = {"clients": str(self.n), "parameters": str(self.dimension), "objective": name}
+        bound = self.constraint
+        rows["constraint"] = "none" if bound is None else type(bound).__name__
+        return html_table(type(self).__name__, rows, "")
 
     def with_clients(self, clients: PyTree) -> Problem:
         """Return the same problem over other clients.

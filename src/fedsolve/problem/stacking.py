@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -75,7 +76,29 @@ def _stack(clients: Sequence[PyTree]) -> Samples:
     _check_same_structure(clients)
     _check_have_samples(clients)
     _check_same_shapes(clients)
+    _warn_of_padding(clients)
     return Samples(jax.tree.map(lambda *leaves: _pad(leaves), *clients), _mask_of(clients))
+
+
+MUCH = 256 * 2**20  # bytes of padded data below which nobody is warned
+MANY = 4  # times the size of the data
+
+
+def _warn_of_padding(clients: Sequence[PyTree]) -> None:
+    """Warn if padding to the largest client multiplies the memory of the data."""
+    each = [jax.tree.leaves(client) for client in clients]
+    real = sum(leaf.nbytes for leaves in each for leaf in leaves)
+    padded = len(each) * sum(max(leaf.nbytes for leaf in row) for row in zip(*each, strict=True))
+    if padded < MUCH or padded < MANY * real:
+        return
+    sizes = [max(len(leaf) for leaf in leaves) for leaves in each]
+    largest = int(np.argmax(sizes))
+    warnings.warn(
+        f"Padding {len(each)} clients to the largest (client {largest}, {max(sizes)} samples; the "
+        f"median has {int(np.median(sizes))}) takes {padded / 1e9:.1f} GB for {real / 1e6:.0f} MB "
+        "of data. Divide the largest clients' samples over several clients, or take some of them.",
+        stacklevel=4,
+    )
 
 
 def _leaves(mask: Mask) -> list[PyTree]:

@@ -20,7 +20,8 @@ from fedsolve.problems.sparse import (
     sparse_regression,
 )
 from fedsolve.problems.survival import tcga_brca
-from fedsolve.problems.tables import tabular, tabular_sums
+from fedsolve.problems.table_sums import tabular_sums
+from fedsolve.problems.tables import tabular
 
 # The problems that a configuration file may name, in the order in which they are listed to users.
 BY_NAME: dict[str, Callable[..., Problem]] = {

@@ -87,22 +87,24 @@ def tcga_brca(
 
 def cox_loss(w: Vector, data: Patients) -> Float[Array, ""]:
     """Compute f_j with Breslow's sets R_i."""
-    return _partial_likelihood(w, data, together=True)
+    return partial_likelihood(data["x"] @ w, data, together=True)
 
 
 def cox_loss_in_order(w: Vector, data: Patients) -> Float[Array, ""]:
     """Compute f_j with FLamby's sets R_i, which depend on the order of patients of equal time."""
-    return _partial_likelihood(w, data, together=False)
+    return partial_likelihood(data["x"] @ w, data, together=False)
 
 
 LOSSES = {"order": cox_loss_in_order, "breslow": cox_loss}
 
 
-def _partial_likelihood(w: Vector, data: Patients, together: bool) -> Float[Array, ""]:
+def partial_likelihood(
+    risks: Float[Array, " s"], data: Patients, together: bool = True
+) -> Float[Array, ""]:
     """Compute f_j; `together` says whether patients of equal time are all at risk."""
     late = jnp.where(data["mask"], -data["time"], jnp.inf)  # padding comes last
     order = jnp.argsort(late, stable=True)
-    late, scores = late[order], (data["x"] @ w)[order]
+    late, scores = late[order], risks[order]
     died = (data["mask"] & (data["event"] == 1))[order]
     at_risk = jax.lax.cumlogsumexp(scores)
     if together:
@@ -116,7 +118,12 @@ def concordance(w: Vector, data: Patients) -> Float[Array, ""]:
     A pair is comparable if one of the two dies, and the other one is still seen then: at a later
     time, or lost from sight at the same time. A pair of equal risks counts one half.
     """
-    scores, time, died = data["x"] @ w, data["time"], data["mask"] & (data["event"] == 1)
+    return concordance_of(data["x"] @ w, data)
+
+
+def concordance_of(scores: Float[Array, " s"], data: Patients) -> Float[Array, ""]:
+    """Compute Harrell's C of these risks."""
+    time, died = data["time"], data["mask"] & (data["event"] == 1)
     outlives = (time > time[:, None]) | ((time == time[:, None]) & ~died)
     pairs = died[:, None] & outlives & data["mask"]
     ranked = (scores[:, None] > scores) + 0.5 * (scores[:, None] == scores)

@@ -19,18 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from fedsolve.data.preprocessing import Arrays, Fitted, Preprocessing, fit, fitted_from, numbers_of
-from fedsolve.data.tables import Feature, Schema, Source, load_table
+from fedsolve.data.preprocessing import Arrays, Preprocessing, fit
+from fedsolve.data.table_files import TABLES, Source, data_of, files_of, held_out_part
+from fedsolve.data.tables import Schema, load_table
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem.constraints import Constraint, Statistics
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.stacking import stack_clients
-from fedsolve.problems.fairness import CONSTRAINTS, Sums, cross_entropy, from_tables, gap
+from fedsolve.problems.fairness import (
+    CONSTRAINTS,
+    Sums,
+    accuracy,
+    cross_entropy,
+    from_tables,
+    gap,
+)
+from fedsolve.problems.survival import concordance_of, partial_likelihood
+from fedsolve.problems.table_sums import stand_in
 from fedsolve.types import Table
 
 Rows = dict[str, PyTree]  # of one client, with their mask
-MODELS = ("logistic", "network")
+Columns = dict[str, np.ndarray]  # of a table
+MODELS = ("logistic", "network", "cox")
 
 
 def tabular(
@@ -45,11 +56,13 @@ def tabular(
     constraint: str | Table | list[Table] | None = None,
     bound: float | int = 0.0,
     batch_size: int | None = None,
+    test: float | int = 0.0,
     seed: int = 0,
 ) -> Problem:
-    """Predict a label from the columns of CSV files, with a bound on the gap between two groups.
+    """Predict a label from the columns of tables, with a bound on the gap between two groups.
 
-    Every file is one client. f_j is the mean cross-entropy of client j's rows.
+    Every file is one client. f_j is the mean cross-entropy of client j's rows; of `"cox"`, it is
+    the negative partial log-likelihood of `tcga_brca`, with Breslow's sets.
 
     Args:
         features: For each column that the model uses, a table with its `kind`: `"numeric"` (with
@@ -57,13 +70,17 @@ def tabular(
             `values`, which become 0 and 1) or `"date"`; and what stands for a `missing` value: the
             `"mean"` or a value, for categories also `"category"` (one of its own). Without it, a
             missing value is an error.
-        label: A table with the `column`, and its words for `positive` and `negative`.
+        label: A table with the `column`, and its words for `positive` and `negative`; for the model
+            `"cox"` also the column of the `time` at which the event (`positive`) was seen, or at
+            which a row was last seen without it.
         group: A table with the `column` of a sensitive group, and its words for `protected` and
             `unprotected`; None for none.
-        folder: A folder with a CSV file for each client, in the order of their names. A deployment
-            does not use it: each site names its own file.
+        folder: A folder with a CSV or Parquet file for each client, in the order of their names;
+            or with the `site.toml` of each site, in it or in its folders, which name the sites' own
+            files, columns, units and words. A deployment does not use it.
         fitted: The `mean` and the `deviation` of each number; None to compute them from the files.
-        model: `"logistic"` (logistic regression, from 0) or `"network"`.
+        model: `"logistic"` (logistic regression, from 0), `"network"`, or `"cox"` (Cox regression,
+            from 0).
         width: The width of a network's hidden layers.
         depth: The number of a network's hidden layers.
         constraint: `"demographic_parity"` or `"equal_opportunity"`, as in `adult`; a constraint by
@@ -72,6 +89,8 @@ def tabular(
             none. `group` is the name of the group's column.
         bound: The gap at which g is 0, of a constraint without a table.
         batch_size: The size of minibatches; None for all rows of a client.
+        test: The part of the rows that is held out, chosen by their contents alone; the history
+            has the loss and the accuracy (or the concordance) on them. A `site.toml` says its own.
         seed: Seed of a network's initial parameters.
 
     Returns:
@@ -98,7 +117,13 @@ def tabular(
         (2, 2)
     """
     schema = Schema.of(features, label, group)
-    tables = None if folder is None else [load_table(schema, path) for path in files_in(folder)]
+    if (model == "cox") != (schema.time is not None):
+        raise InvalidInput('The model "cox" is for a label with a `time`, and only that.')
+    if model == "cox" and constraint is not None:
+        raise InvalidInput('Constraints are on decisions, which the model "cox" does not make.')
+    part = held_out_part("test", test)
+    found = None if folder is None else [(site.tables(schema)) for site in sites_in(folder, part)]
+    tables = None if found is None else [table for site in found for table in site]
     if fitted is not None:
         preprocessing = Preprocessing.of(schema, fitted)
     elif tables is not None:
@@ -109,57 +134,39 @@ def tabular(
             "`fedsolve deploy` computes at the sites."
         )
     if tables is None:
-        tables = [_stand_in(schema)]
+        tables = [stand_in(schema)]
+    loss = (CoxLoss if model == "cox" else TabularLoss)(preprocessing)
+    held = (
+        []
+        if folder is None
+        else [
+            table
+            for site in sites_in(folder, part)
+            if site.source.test
+            for table in site.tables(schema, "test")
+        ]
+    )
+    held = [table for table in held if len(table["label"])]
     return Problem(
-        objective=TabularLoss(preprocessing),
+        objective=loss,
         constraint=_constraint(constraint, bound, schema),
         clients=stack_clients([preprocessing.arrays(table) for table in tables]),
         params=_model(model, len(preprocessing.names), width, depth, seed),
         batch_size=batch_size,
+        **(_tested(preprocessing, held, model) if held else {}),
     )
 
 
-def tabular_sums(features: dict[str, Table], label: Table) -> Problem:
-    """Sum numbers over all sites, from which `tabular` gets its means and deviations.
-
-    The objective is f_j(w) = −⟨w, s_j⟩ with client j's sums s_j, so that a step of size 1 from 0
-    leads to the mean of the clients' sums. In the first round s_j has the number of known values
-    and their sum, in the second the squares of their distances from the mean. So two rounds of
-    `FedAvg(1.0)` suffice.
-
-    Args:
-        features: As in `tabular`.
-        label: As in `tabular`.
-
-    Returns:
-        The problem, of which each site has its own data.
-
-    Raises:
-        InvalidInput: If the schema is not valid, or has no numbers.
-
-    Example:
-        >>> import fedsolve as fs
-        >>> problem = fs.problems.tabular_sums(
-        ...     {"age": {"kind": "numeric"}, "weight": {"kind": "numeric"}},
-        ...     {"column": "died", "positive": "yes", "negative": "no"},
-        ... )
-        >>> problem.dimension
-        6
-    """
-    schema = Schema.of(features, label)
-    if not schema.numbers:
-        raise InvalidInput("The schema has no numeric features, so there is nothing to sum.")
-    start = {name: np.zeros(len(schema.numbers)) for name in ("count", "total", "square")}
-    one = numbers_of(schema, _stand_in(schema))
-    return Problem(SumsLoss(schema), clients=stack_clients([one]), params=start)
-
-
-def fitted_at(problem: Problem, params: PyTree) -> Fitted:
-    """Return means and deviations where `FedAvg` has led `tabular_sums`."""
-    objective = problem.given[0]
-    assert isinstance(objective, SumsLoss)
-    schema = objective.schema
-    return fitted_from(schema, *(np.asarray(params[k]) for k in ("count", "total", "square")))
+def _tested(preprocessing: Preprocessing, held: list[Columns], model: str) -> dict[str, PyTree]:
+    """Return the rows that are held out, and what is measured on them."""
+    each = [preprocessing.arrays(table) for table in held]
+    test: Arrays = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
+    test["mask"] = np.ones(len(test["x"]), bool)
+    if model == "cox":
+        metrics = {"test_loss": _cox, "test_concordance": _concordance}
+    else:
+        metrics = {"test_loss": cross_entropy, "test_accuracy": accuracy}
+    return {"test": test, "metrics": metrics}
 
 
 def preprocessing_of(problem: Problem) -> Preprocessing:
@@ -170,9 +177,38 @@ def preprocessing_of(problem: Problem) -> Preprocessing:
     return objective.preprocessing
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The files of a site, and how they are written."""
+
+    files: Sequence[Path]
+    source: Source
+
+    def tables(self, schema: Schema, part: str = "train") -> list[Columns]:
+        """Read a client from each file."""
+        return [load_table(schema, file, self.source, part=part) for file in self.files]
+
+
+def sites_in(folder: str | Path, test: float = 0.0) -> list[Site]:
+    """Return the sites of a folder by name: of `site.toml` files, or a site for each table."""
+    if owned := owners_files(folder):
+        return [Site(files_of(path), Source.of(data_of(path))) for path in owned]
+    return [Site([path], Source(test=test)) for path in files_in(folder)]
+
+
+def owners_files(folder: str | Path) -> list[Path]:
+    """Return the sites' own files in a folder: NAME.toml, or NAME/site.toml."""
+    found = [*Path(folder).glob("*.toml"), *Path(folder).glob("*/site.toml")]
+    for path in found:
+        if (loader := data_of(path).get("loader")) not in TABLES:
+            known = ", ".join(f'"{name}"' for name in TABLES)
+            raise InvalidInput(f"{path}: a table needs loader = {known}, got {loader!r}.")
+    return sorted(found, key=lambda path: path.relative_to(folder).with_suffix("").parts)
+
+
 def files_in(folder: str | Path) -> list[Path]:
-    """Return the CSV files of a folder by name."""
-    found = sorted(Path(folder).glob("*.csv"))
+    """Return the CSV and Parquet files of a folder by name."""
+    found = sorted(path for kind in ("csv", "parquet") for path in Path(folder).glob(f"*.{kind}"))
     if not found:
         raise InvalidInput(f"There are no CSV files in the folder {folder}.")
     return found
@@ -193,36 +229,27 @@ class TabularLoss:
         """The columns of a site's file."""
         return self.preprocessing.schema
 
-    def read_clients(self, paths: Sequence[Path], source: Source) -> PyTree:
-        """Read a client from each file."""
-        tables = [load_table(self.schema, path, source) for path in paths]
+    def read_clients(self, paths: Sequence[Path], source: Source, part: str = "train") -> PyTree:
+        """Read a client from each file: the rows to train with, those held out, or all."""
+        tables = Site(paths, source).tables(self.schema, part)
         return stack_clients([self.preprocessing.arrays(table) for table in tables])
 
 
 @dataclasses.dataclass(frozen=True)
-class SumsLoss:
-    """−⟨w, s_j⟩ with client j's sums s_j; see `tabular_sums`."""
+class CoxLoss(TabularLoss):
+    """The negative partial log-likelihood, with what turns a site's rows into inputs."""
 
-    schema: Schema
+    def __call__(self, model: PyTree, data: Rows) -> Float[Array, ""]:
+        """Compute the negative partial log-likelihood, divided by the number of rows."""
+        return _cox(model, data)
 
-    def __call__(self, params: dict[str, Array], data: Rows) -> Float[Array, ""]:
-        """Compute −⟨w, s_j⟩."""
-        known = data["known"] & data["mask"][:, None]
-        values = jnp.asarray(data["values"])
-        at = jax.lax.stop_gradient(params)
-        mean = at["total"] / jnp.where(at["count"] > 0, at["count"], 1)
-        is_first = jnp.all(at["count"] == 0)
-        sums = {
-            "count": jnp.where(is_first, jnp.sum(known, 0, dtype=values.dtype), 0),
-            "total": jnp.where(is_first, jnp.sum(values, 0, where=known), 0),
-            "square": jnp.where(is_first, 0, jnp.sum((values - mean) ** 2, 0, where=known)),
-        }
-        return -sum((jnp.vdot(params[name], sums[name]) for name in sums), jnp.zeros(()))
 
-    def read_clients(self, paths: Sequence[Path], source: Source) -> PyTree:
-        """Read a client from each file."""
-        tables = [load_table(self.schema, path, source) for path in paths]
-        return stack_clients([numbers_of(self.schema, table) for table in tables])
+def _cox(model: PyTree, data: Rows) -> Float[Array, ""]:
+    return partial_likelihood(jax.vmap(model)(data["x"]), data)
+
+
+def _concordance(model: PyTree, data: Rows) -> Float[Array, ""]:
+    return concordance_of(jax.vmap(model)(data["x"]), data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,21 +294,5 @@ def _model(name: str, inputs: int, width: int, depth: int, seed: int) -> eqx.Mod
     key = jax.random.key(seed)
     if name == "network":
         return eqx.nn.MLP(inputs, "scalar", width, depth, jax.nn.relu, key=key)
-    linear = eqx.nn.Linear(inputs, "scalar", key=key)
+    linear = eqx.nn.Linear(inputs, "scalar", use_bias=name != "cox", key=key)
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf), linear)
-
-
-def _stand_in(schema: Schema) -> Arrays:
-    """Return four rows that stand for a site's table: both labels in both groups."""
-
-    def values(entry: str, column: object) -> np.ndarray:
-        if isinstance(column, Feature) and column.is_number:
-            return np.zeros(4)
-        rows = np.arange(4, dtype=np.int32)
-        return rows // 2 if entry == "label" else rows % 2
-
-    found = {entry: values(entry, column) for entry, column in schema.columns().items()}
-    for feature in schema.features:
-        if feature.kind == "categorical":
-            found[f"feature {feature.name}"] = np.zeros(4, np.int32)
-    return found

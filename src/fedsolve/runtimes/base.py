@@ -15,7 +15,7 @@ from fedsolve.federation.best import with_best
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.problem.problem import Problem
-from fedsolve.runtimes.chunks import GRID, Spans, until
+from fedsolve.runtimes.chunks import GRID, Spans, milestone, until
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.recording import record_round
@@ -127,8 +127,12 @@ class RoundByRound(Runtime):
         rule = self.options.stop
         for start, stop, evaluate in spans.tolist():
             info: Info = {}
+            before = state
             for _ in range(start, stop):
                 state, info = self.play(state)
+            if self.options.milestones is not None:
+                passed = self.options.milestones.passed(before, state)
+                evaluate = int(milestone(evaluate, passed))
             if not evaluate:
                 continue
             entry = info | self.evaluate(state)

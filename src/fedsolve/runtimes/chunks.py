@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
+
+from fedsolve.types import Flag
 
 SLOTS = 100  # spans in one call of the compiled program
 Spans = Int[np.ndarray, "_ 3"]  # rounds from start to stop, and whether to evaluate at the stop:
@@ -16,6 +19,12 @@ def spans_of(first: int, rounds: int, every: int) -> Spans:
     starts = np.append(first, stops[:-1])
     kinds = np.where(stops % every == 0, GRID, LAST)
     return np.stack([starts, stops, kinds], axis=1).astype(np.int32)
+
+
+def milestone(wanted: Int[Array, ""] | int, passed: Flag) -> Int[Array, ""]:
+    """Return what to do after a round that can be evaluated if a milestone was passed in it."""
+    if_not = jnp.where(wanted == LAST, LAST, 0)
+    return jnp.where((wanted > 0) & jnp.asarray(passed), GRID, if_not)
 
 
 def padded(spans: Spans) -> Spans:

@@ -71,6 +71,14 @@ def no_history() -> History:
     return History(round=np.zeros(0, np.int64))
 
 
+def evaluated(entries: Info, spans: Spans) -> Spans:
+    """Return the spans with what the program decided about evaluations, where it decides."""
+    if "evaluated" not in entries:
+        return spans
+    flags = np.asarray(entries.pop("evaluated"))[: len(spans)]
+    return np.concatenate([spans[:, :2], flags[:, None]], axis=1).astype(np.int32)
+
+
 def truncate_at_stop(entries: Info, spans: Spans) -> tuple[Spans, bool]:
     """Return the spans up to the one after which a rule stopped the run, and whether one did."""
     flags: Bool[np.ndarray, " _"] = np.asarray(entries.pop("stopped", ()))[: len(spans)]

@@ -29,9 +29,9 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.runtimes.base import Advanced, Runtime
 from fedsolve.runtimes.blocks import block_size, map_clients
-from fedsolve.runtimes.chunks import GRID, Spans, padded
+from fedsolve.runtimes.chunks import GRID, Spans, milestone, padded
 from fedsolve.runtimes.evaluation import GRADIENTS, evaluate_state
-from fedsolve.runtimes.history import host_history, truncate_at_stop
+from fedsolve.runtimes.history import evaluated, host_history, truncate_at_stop
 from fedsolve.runtimes.sharding import copied, everywhere, kept, spread, state_specs
 from fedsolve.types import Cohort, Flag, Flags, Function, Info, PyTree, Reply, Round, Vector
 
@@ -129,6 +129,7 @@ class Compiled(Runtime):
     def advance(self, state: State, spans: Spans) -> Advanced:
         program = self.problem, self.algorithm, state, padded(spans), self.options
         after, entries = compiled_advance(*program)
+        spans = evaluated(entries, spans)
         spans, stopped = truncate_at_stop(entries, spans)
         return Advanced(after, host_history(entries, spans), stopped)
 
@@ -178,10 +179,15 @@ def advance(
         return state, info, None if known is None else known._replace(valid=jnp.asarray(False))
 
     def slot(carry: tuple[State, Flag, Known | None], span: Int[Array, "3"]) -> tuple[PyTree, Info]:
-        (state, stopped, known), (start, stop, wanted) = carry, span
+        (before, stopped, known), (start, stop, wanted) = carry, span
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         stop = jnp.where(stopped, start, stop)
-        state, info, known = lax.fori_loop(start, stop, body, (state, nothing, known))
+        state, info, known = lax.fori_loop(start, stop, body, (before, nothing, known))
+        flag = {}
+        if options.milestones is not None:
+            passed = options.milestones.passed(before, state)
+            wanted = milestone(wanted, passed)
+            flag = {"evaluated": (wanted > 0) & ~stopped}
         found, known = lax.cond(
             (wanted > 0) & ~stopped,
             lambda state, info, _: run_evaluate(state, info),
@@ -195,7 +201,7 @@ def advance(
         )
         counts = (wanted == GRID) & ~stopped
         state = with_best(state, found, algorithm.feasible_up_to, counts=counts)
-        return (state, stopped | found.get("stopped", False), known), info | found
+        return (state, stopped | found.get("stopped", False), known), info | found | flag
 
     carry = state, jnp.asarray(stopped), unknown
     (state, _, _), entries = lax.scan(slot, carry, jnp.asarray(spans))

@@ -15,7 +15,7 @@ from fedsolve.errors import Diverged, Interrupted
 from fedsolve.federation.state import State
 from fedsolve.privacy.accounting import Ledger
 from fedsolve.runtimes.base import Fault, Runtime
-from fedsolve.runtimes.chunks import Spans, spans_of, split, until
+from fedsolve.runtimes.chunks import LAST, Spans, spans_of, split, until
 from fedsolve.runtimes.history import History
 from fedsolve.runtimes.sharding import agreed, anyone
 from fedsolve.solving.options import Progress
@@ -85,6 +85,8 @@ class Loop:
         spans = spans_of(first, self.rounds, self.evaluate_every)[
             : None if first < self.rounds else 0
         ]
+        if self.runtime.options.milestones is not None:
+            spans[-1:, 2] = LAST
         budget, stopped = 1, False
         while len(spans):
             if self.saver is not None:
@@ -119,6 +121,8 @@ class Loop:
         """Raise `Diverged` with the run up to the last good round."""
         what = self.runtime.describe(fault, state, spans)
         if len(good := until(spans, fault.good)):
+            if self.runtime.options.milestones is not None:
+                good[-1, 2] = LAST  # evaluated whatever has been counted
             state, entries, _ = self.runtime.advance(state, good)
             state, entries = self._enter(state, entries)
             chunks = [*chunks, entries]

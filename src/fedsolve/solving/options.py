@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 from jax.sharding import Mesh
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.clock import Clock, check_clock
+from fedsolve.federation.milestones import COLUMNS, MOST, Milestones
 from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
@@ -51,6 +53,7 @@ class Options:
     store: object = None  # a folder or a mutable mapping
     privacy: Private | None = None
     aggregation: Rule | None = None
+    evaluate_at: str = "rounds"
 
     def check(self, problem: Problem, algorithm: Algorithm) -> None:
         """Raise if this cannot be run."""
@@ -59,6 +62,7 @@ class Options:
         check_count("rounds", self.rounds)
         check_seed(self.seed)
         check_count("evaluate_every", self.evaluate_every)
+        self._check_milestones()
         if self.clients_at_once is not None:
             check_count("clients_at_once", self.clients_at_once)
         if self.precision not in (None, "float32", "float64"):
@@ -102,7 +106,9 @@ class Options:
             "problem": fingerprint(problem),
             "algorithm": fingerprint(algorithm),
             "seed": self.seed,
-            "evaluate_every": self.evaluate_every,
+            "evaluate_every": self.evaluate_every
+            if self.evaluate_at == "rounds"
+            else f"{self.evaluate_every} {self.evaluate_at}",
             "precision": self.precision,
             "follow": fingerprint(self.followed),
             "clock": None if self.clock is None else fingerprint(self.clock),
@@ -116,6 +122,22 @@ class Options:
             return None
         chosen = self.privacy.noise is None and self.privacy.rounds is None
         return fingerprint(self.privacy, self.rounds if chosen else None)
+
+    def _check_milestones(self) -> None:
+        """Raise if this does not say when to evaluate."""
+        if self.evaluate_at == "rounds":
+            return
+        if self.evaluate_at not in COLUMNS:
+            words = ", ".join(["rounds", *COLUMNS])
+            raise InvalidInput(f"evaluate_at must be one of {words}, got {self.evaluate_at!r}.")
+        if self.evaluate_every >= MOST:
+            raise InvalidInput(
+                f"evaluate_every must be below 2^31 {self.evaluate_at}, got {self.evaluate_every}."
+            )
+        if self.privacy is not None:
+            raise InvalidInput(
+                "A private run plans its evaluations by rounds: leave out evaluate_at."
+            )
 
     def _check_rules(self) -> None:
         """Raise if what stands between answers and algorithm cannot be used with the rest."""
@@ -158,7 +180,15 @@ class Options:
             self.aggregation,
             None if plan is None else plan.rule,
             self.mesh,
+            self.milestones,
         )
+
+    @property
+    def milestones(self) -> Milestones | None:
+        """The numbers of messages or bytes after which to evaluate; None if rounds are counted."""
+        if self.evaluate_at == "rounds":
+            return None
+        return Milestones(self.evaluate_at, np.asarray(self.evaluate_every, np.uint32))
 
     @property
     def mesh(self) -> Mesh | None:

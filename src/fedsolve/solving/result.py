@@ -14,9 +14,11 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.best import KEPT, with_best
 from fedsolve.federation.state import State
-from fedsolve.fields import check_positive
+from fedsolve.fields import check_positive, html_table
 from fedsolve.problem.problem import Kept, Problem
 from fedsolve.runtimes.history import History
+from fedsolve.solving.judgement import judgement
+from fedsolve.solving.tables import latex_table, whole
 from fedsolve.types import PyTree, Table, Vector
 
 if TYPE_CHECKING:  # slow imports, and a package above this one
@@ -242,6 +244,21 @@ class Run:
             f"Run({type(self.algorithm).__name__}, rounds={self.rounds}, seed={self.seed}, {shown})"
         )
 
+    def _repr_html_(self) -> str:
+        """Return a table of the last values, and a sentence on how the run ended."""
+        last = {k: v[-1] for k, v in self.history.items() if np.ndim(v) == 1 and len(v)}
+        said = judgement(self.history, float(self.algorithm.feasible_up_to))
+        name = f"{type(self.algorithm).__name__}, seed {self.seed}, {self.seconds:.1f} s"
+        return html_table(name, {k: f"{float(v):.6g}" for k, v in last.items()}, said)
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the history as a CSV file, one row for each evaluated round.
+
+        Args:
+            path: The file.
+        """
+        tidy([({}, self)]).to_csv(path, index=False)
+
     def certificate(
         self, optimum: float | int | None = None, accuracy: float = 1e-6
     ) -> Certificate | PPBCCertificate:
@@ -345,8 +362,48 @@ class Sweep:
 
     @property
     def table(self) -> DataFrame:
-        """A pandas table: settings and seed, then the last entry of everything in the history."""
-        return self._frame(lambda history: {k: v[-1:] for k, v in history.items()})
+        """A pandas table: settings and seed, then the last entry of everything in the history.
+
+        It is printed with all its columns.
+        """
+        return whole(self._frame(lambda history: {k: v[-1:] for k, v in history.items()}))
+
+    def to_csv(self, path: str | Path, history: bool = False) -> None:
+        """Write the table as a CSV file.
+
+        Args:
+            path: The file.
+            history: Whether to write every evaluated round, not only the last ones.
+        """
+        (self.history if history else self.table).to_csv(path, index=False)
+
+    def to_latex(
+        self, path: str | Path | None = None, columns: Sequence[str] | None = None, digits: int = 4
+    ) -> str:
+        """Return the table for a LaTeX document, with `booktabs`: one row for each run.
+
+        Args:
+            path: A file to write it to.
+            columns: The columns; by default settings, seed, round, objective and constraint.
+            digits: Significant digits of numbers.
+
+        Returns:
+            The text.
+
+        Raises:
+            InvalidInput: If there is no such column.
+        """
+        table = self.table
+        if columns is None:
+            names = {name for run in self.runs for name in run.settings}
+            usual = ("seed", "round", "objective", "constraint")
+            columns = [name for name in table if name in names or name in usual]
+        if unknown := [name for name in columns if name not in table]:
+            raise InvalidInput(f"There is no column {unknown[0]!r}; there are {', '.join(table)}.")
+        text = latex_table(table, columns, digits)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     @property
     def history(self) -> DataFrame:
@@ -382,6 +439,10 @@ class Sweep:
 
     def __repr__(self) -> str:
         return repr(self.table)
+
+    def _repr_html_(self) -> str:
+        """Return the table."""
+        return str(self.table._repr_html_())
 
     def _frame(self, choose: Callable[[History], Columns]) -> DataFrame:
         labels = [{k: _label(v) for k, v in run.settings.items()} for run in self.runs]

@@ -15,10 +15,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.errors import InvalidInput, ProcessLost
 from fedsolve.federation.clock import Clock
+from fedsolve.federation.milestones import COLUMNS
 from fedsolve.federation.options import Arrivals, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
@@ -42,6 +44,7 @@ from fedsolve.solving.checkpoint import Checkpoint, Checkpoints, exists, fingerp
 from fedsolve.solving.interrupt import Flag
 from fedsolve.solving.loop import Loop
 from fedsolve.solving.options import Options, Progress
+from fedsolve.solving.progress_bar import default_bar
 from fedsolve.solving.result import Run, concluded
 from fedsolve.types import PyTree
 
@@ -61,7 +64,7 @@ def solve(
     checkpoint_every: int | str | None = None,
     resume: State | Checkpoint | str | Path | None = None,
     stop: Stop | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     interrupted: Callable[[], bool] | None = None,
     follow: Mapping[str, object] | None = None,
     clock: Clock | None = None,
@@ -69,6 +72,7 @@ def solve(
     store: object = None,
     privacy: Private | None = None,
     aggregation: Rule | None = None,
+    evaluate_at: str = "rounds",
 ) -> Run:
     """Run an algorithm on a problem for a number of rounds, or until a rule ends the run.
 
@@ -78,7 +82,7 @@ def solve(
         rounds: The number of rounds, counted from the beginning where a run is resumed.
         seed: The seed of all random numbers of the run.
         evaluate_every: Compute the objective, the constraint and the metrics over all clients after
-            this many rounds, and after the last.
+            this many rounds (or what `evaluate_at` says), and after the last.
         runtime: `"compiled"`; `"debug"`, clients one by one and nothing compiled; or `"streamed"`,
             clients' data (memory-mapped arrays, say) and states stay outside, and only a cohort is
             on the device at a time.
@@ -96,7 +100,9 @@ def solve(
             name). It is looked at after every evaluation; `run.rounds` says how many rounds were
             played.
         progress: Called about twice a second with (rounds done, rounds, newest entries of the
-            history); where a run is resumed from a file, first with the entries that it has.
+            history); where a run is resumed from a file, first with the entries that it has. By
+            default a line with the newest values in terminals and notebooks, for runs of more
+            than a second; False shows none.
         interrupted: Called about twice a second; True ends the run as Ctrl-C does.
         follow: By name, functions of (problem, params) that see the whole problem, such as
             `fs.theory.skewness`; computed with the objective, inside the compiled program.
@@ -110,6 +116,9 @@ def solve(
         privacy: Differential privacy of clients, such as `fs.Private(clip=1.0, noise=2.0)`; the
             history then has ε so far as `epsilon`, and the run ends when its budget is spent.
         aggregation: How the server adds up answers; None for plain sums.
+        evaluate_at: What `evaluate_every` counts: `"rounds"`, or `"messages"`, `"bytes_up"` or
+            `"bytes_down"` as `fs.Spent` counts them. Then evaluations are after the rounds in which
+            a multiple of it is reached, and after the last round.
 
     Returns:
         Parameters, history and state.
@@ -127,6 +136,8 @@ def solve(
         >>> run.history["objective"].shape
         (5,)
     """
+    bar = default_bar() if progress is None or progress is True else None
+    progress = progress if callable(progress) else bar
     options = Options(
         rounds,
         seed,
@@ -147,6 +158,7 @@ def solve(
         store,
         privacy,
         aggregation,
+        evaluate_at,
     )
     options.check(problem, algorithm)
     saved, plan = options.load(), options.plan(problem, algorithm)
@@ -155,6 +167,8 @@ def solve(
     began = time.perf_counter() - (saved.seconds if isinstance(saved, Checkpoint) else 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lost_process(checkpoint))
+        if bar is not None:
+            stack.callback(bar.close)
         dtype = stack.enter_context(precision_of(precision))
         made = _made(problem, algorithm, options, round_options, dtype, stack)
         ledger = None if plan is None else plan.ledger
@@ -171,7 +185,7 @@ def solve(
         loop = Loop(
             runtime=made,
             rounds=rounds,
-            evaluate_every=evaluate_every,
+            evaluate_every=evaluate_every if options.milestones is None else 1,
             began=began,
             result=result,
             interrupted=interrupted or stack.enter_context(_ctrl_c()),
@@ -263,12 +277,19 @@ def _beginning(
     if not history:
         return runtime.place(state), []
     # A last evaluation between the others would not be there with more rounds.
-    rounds = history["round"]
-    kept = (rounds % options.evaluate_every == 0) | (rounds == options.rounds)
+    kept = _in_longer_runs(history, options) | (history["round"] == options.rounds)
     history = History({name: values[kept] for name, values in history.items()})
     if options.progress is not None:
         options.progress(saved.round, options.rounds, history)
     return runtime.place(state), [history]
+
+
+def _in_longer_runs(history: History, options: Options) -> Bool[np.ndarray, " entries"]:
+    """Return which entries a run of more rounds has, too."""
+    if options.milestones is None:
+        return history["round"] % options.evaluate_every == 0
+    passed = history[f"{COLUMNS[options.evaluate_at]}_total"] // options.evaluate_every
+    return passed > np.append(0, passed[:-1])
 
 
 def _resumed(saved: State, start: State, rounds: int) -> State:

@@ -137,6 +137,58 @@ class StationaryForSize(eqx.Module):
         raise InvalidInput("StationaryForSize is a rule for a problem: use its of(problem).")
 
 
+class NearFedADMM(eqx.Module):
+    """Stop when f(w) − f_A ≤ `within`·(1 + |f_A|), where f_A is what FedADMM reaches at (30).
+
+    So FedADMM's paper stops the methods that it compares: FedADMM runs first, until
+    `StationaryForSize(accuracy)`, and says how low f must be. It runs with the paper's penalties.
+
+    Args:
+        accuracy: ε of (30).
+        within: The accuracy relative to 1 + |f_A|.
+        share: ρ of the FedADMM that runs first.
+        local_iterations: Its k_0.
+        rounds: The most averagings that it may take.
+
+    Example:
+        >>> import fedsolve as fs
+        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> type(fs.NearFedADMM(accuracy=1e-3).of(problem)).__name__
+        'Reached'
+    """
+
+    accuracy: Scalar = eqx.field(converter=scalar("accuracy"))
+    within: Scalar = eqx.field(converter=scalar("within"), default=2e-4)
+    share: Scalar = eqx.field(converter=scalar("share"), default=0.5)
+    local_iterations: int = eqx.field(static=True, default=10)
+    rounds: int = eqx.field(static=True, default=1000)
+
+    def __check_init__(self):
+        for name in ("accuracy", "within", "share"):
+            check_positive(name, getattr(self, name))
+        if float(self.share) > 1:
+            raise InvalidInput(f"share must be at most 1, got {self.share}.")
+        check_count("local_iterations", self.local_iterations)
+        check_count("rounds", self.rounds)
+
+    def of(self, problem: Problem) -> Reached:
+        """Return the rule for a problem."""
+        from fedsolve.algorithms.fedadmm import FedADMM
+        from fedsolve.solving.solve import solve
+
+        participants = max(round(float(self.share) * problem.n), 1)
+        method = FedADMM(participants=participants, local_iterations=self.local_iterations)
+        rule = StationaryForSize(float(self.accuracy)).of(problem)
+        run = solve(problem, method, self.rounds, stop=rule)
+        if not run.history["squared_gradient"][-1] < rule.below:
+            raise InvalidInput(f"FedADMM does not meet (30) within {self.rounds} averagings.")
+        reached = float(run.history["objective"][-1])
+        return Reached(reached + float(self.within) * (1 + abs(reached)))
+
+    def __call__(self, entry: Mapping[str, PyTree]) -> Flag:
+        raise InvalidInput("NearFedADMM is a rule for a problem: use its of(problem).")
+
+
 class Spent(eqx.Module):
     """Stop when a budget is used up: after the first evaluated round with so much or more.
 

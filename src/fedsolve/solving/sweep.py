@@ -38,7 +38,7 @@ Cell = tuple[dict[str, object], Algorithm, int, int]  # settings, algorithm, see
 
 def sweep(
     problem: Problem | Sequence[Problem],
-    algorithm: Algorithm,
+    algorithm: Algorithm | Sequence[Algorithm] | Mapping[str, Algorithm],
     rounds: int,
     seeds: Iterable[int] = (0,),
     *,
@@ -60,7 +60,8 @@ def sweep(
     Args:
         problem: The problem; or several (instances of one kind), which are run one by one, by the
             same program where their shapes are the same. The settings then say which (`instance`).
-        algorithm: The algorithm whose fields are varied.
+        algorithm: The algorithm whose fields are varied; or several, in a list or by name. The
+            settings then say which (`algorithm`).
         rounds: The number of rounds.
         seeds: The seeds.
         evaluate_every: As in `solve`.
@@ -89,7 +90,8 @@ def sweep(
     cells = [
         (settings if alone else {"instance": number} | settings, changed, seed, number)
         for number in range(len(problems))
-        for settings, changed in _combinations(algorithm, grid)
+        for label, one in _by_name(algorithm)
+        for settings, changed in _combinations(one, grid, label)
         for seed in seeds
     ]
     if not cells:
@@ -217,15 +219,33 @@ def _advance_all(
     )
 
 
+def _by_name(
+    given: Algorithm | Sequence[Algorithm] | Mapping[str, Algorithm],
+) -> list[tuple[dict[str, object], Algorithm]]:
+    """Return each algorithm with its name among several, as a setting; of one, no setting."""
+    if isinstance(given, Algorithm):
+        return [({}, given)]
+    if isinstance(given, Mapping):
+        return [({"algorithm": name}, each) for name, each in given.items()]
+    if not isinstance(given, Sequence) or not all(isinstance(each, Algorithm) for each in given):
+        raise InvalidInput(f"algorithm is an algorithm, or several in a list, got {given!r}.")
+    names = [type(each).__name__ for each in given]
+    numbered = [
+        name if names.count(name) == 1 else f"{name} {names[: at + 1].count(name)}"
+        for at, name in enumerate(names)
+    ]
+    return [({"algorithm": n}, each) for n, each in zip(numbered, given, strict=True)]
+
+
 def _combinations(
-    algorithm: Algorithm, grid: Mapping[str, Sequence[object]]
+    algorithm: Algorithm, grid: Mapping[str, Sequence[object]], label: dict[str, object]
 ) -> list[tuple[dict[str, object], Algorithm]]:
     found = []
     for values in itertools.product(*grid.values()):
         settings, changed = dict(zip(grid, values, strict=True)), algorithm
         for name, value in settings.items():
             changed = with_field(changed, name.split("."), value)
-        found.append((settings, changed))
+        found.append((label | settings, changed))
     return found
 
 

@@ -26,6 +26,7 @@ from fedsolve.torch.callback import call
 from fedsolve.torch.module import Network, as_array
 from fedsolve.torch.pool import Clients
 from fedsolve.torch.randomness import seeded
+from fedsolve.torch.verify import changes, reason_of
 from fedsolve.types import Function, PRNGKey, Vector
 
 Host = Shaped[np.ndarray, "..."]
@@ -153,6 +154,11 @@ class Called:
             for index in range(len(leaves[0]) if leaves else 1):
                 one = jax.tree.map(lambda leaf, i=index: np.asarray(leaf[i]), self.samples)
                 _, outputs = self._try(index, one)
+                if index == 0:
+                    first = as_array(_flat(outputs)).copy()
+                    again = as_array(_flat(self._try(index, one)[1]))
+                    if not np.array_equal(first, again, equal_nan=True):
+                        raise changes(self.name)
                 has_gradient |= any(leaf.requires_grad for leaf in jax.tree.leaves(outputs))
             after = self._state()
         if not all(a.equal(b) for a, b in zip(before, after, strict=True)):
@@ -172,9 +178,9 @@ class Called:
         try:
             return self._run(self.copies.w, one.values, one.mask, words)
         except Exception as error:
-            where = f"client {index}'s data" if self.smooth else "the test data"
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise InvalidInput(f"The {self.name} failed on {where}: {reason}") from error
+            is_metric = self.name.startswith("metric")
+            where = "the test data" if is_metric else f"client {index}'s data"
+            raise InvalidInput(f"The {self.name} failed on {where}: {reason_of(error)}") from error
 
     def _state(self) -> list[torch.Tensor]:
         """Return what a call must not change in evaluation."""
@@ -338,7 +344,11 @@ def real_samples(data: PyTree, mask: Mask) -> PyTree:
 
 def buffers_of(copy: Copy, state: PyTree) -> list[Host]:
     """Return the buffers of the state, in its order."""
-    return [as_array(copy.buffers[name]).copy() for name in sorted(state or {})]
+    return (
+        [as_array(copy.buffers[name]).astype(array.dtype) for name, array in sorted(state.items())]
+        if state
+        else []
+    )
 
 
 def _flat(outputs: PyTree) -> torch.Tensor:

@@ -41,7 +41,8 @@ class Compiled:
         network: The module.
         samples: All clients' samples, or one client that stands for test data.
         entry: The entry of the data that the function is given; None for all of them.
-        sums: Whether it returns sums over samples, and not an average.
+        kind: What it returns: a `"value"` (an average over samples, where clients differ in size),
+            `"sums"` over samples, or `"rows"`, a number for each sample.
         batch_size: The number of samples in a step; None for all.
     """
 
@@ -52,11 +53,11 @@ class Compiled:
         network: Network,
         samples: Samples,
         entry: str | None = None,
-        sums: bool = False,
+        kind: str = "value",
         batch_size: int | None = None,
     ):
         self.name, self.function, self.network = name, function, network
-        self.entry, self.sums, self.batch_size = entry, sums, batch_size
+        self.entry, self.kind, self.batch_size = entry, kind, batch_size
         self.is_ragged = samples.mask is not None
         self.differs_in_training = False
         self.changed: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ class Compiled:
             The outputs, and the next state.
         """
         data, mask = self._split(data)
-        if self.sums and mask is not None:
+        if self.kind == "sums" and mask is not None:
             return self.over_rows(params, data, mask, key, state), state or {}
         return self._compute(params, data, key, state)
 
@@ -141,8 +142,11 @@ class Compiled:
             for leaf, kind in zip(jax.tree.leaves(data), types, strict=True)
         ]
         outputs, changed = run(program, params, buffers, leaves, key if training else None)
-        outputs = jax.tree.map(lambda leaf: leaf.astype(dtype), outputs)
-        return outputs, {name: changed.get(name, buffers[name]) for name in state}
+        outputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), outputs)
+        return outputs, {
+            name: jnp.asarray(changed.get(name, buffers[name]), buffers[name].dtype)
+            for name in state
+        }
 
     def _is_one_of_several(self, shapes: PyTree) -> bool:
         """Return whether these are single samples of clients that differ in size."""

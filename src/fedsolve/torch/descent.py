@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from jaxtyping import PyTree
 
-from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.local_pass import LocalWork, Walked
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Mask, Samples
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.torch.callback import call
 from fedsolve.torch.called import (
     Called,
@@ -29,7 +30,8 @@ from fedsolve.torch.called import (
     real_samples,
     words_of,
 )
-from fedsolve.torch.module import Network
+from fedsolve.torch.module import Network, as_state
+from fedsolve.torch.named import check_no_named
 from fedsolve.torch.pool import Clients
 from fedsolve.types import Function
 
@@ -154,7 +156,7 @@ class _Walk:
 def callback_problem(
     module: torch.nn.Module,
     loss: Function,
-    constraint: Constraint | Function | None,
+    constraint: Constraint | Function | Parts | None,
     samples: Samples,
     entry: str | None,
     test: PyTree,
@@ -175,6 +177,7 @@ def callback_problem(
         options: Other arguments of `Problem`.
         smooth: Whether the objective and the constraint must have a gradient.
     """
+    check_no_named(constraint)
     copies = Copies(Network(module))
     local: list[Called] = []
 
@@ -185,7 +188,7 @@ def callback_problem(
 
     objective = called("loss", loss)
     if constraint is not None:
-        constraint = as_constraint(constraint).adapt(functools.partial(called, "constraint"))
+        constraint = constraint_of(constraint).adapt(functools.partial(called, "constraint"))
     differs, changed = zip(*(each.in_training() for each in local), strict=True)
     form = Form(any(differs), changed[0])
     if constraint is not None:
@@ -196,7 +199,9 @@ def callback_problem(
         for name, metric in (metrics or {}).items()
     }
     if form.changed:
-        options = {"state": {n: copies.network.buffers[n] for n in form.changed}} | {**options}
+        options = {"state": {n: as_state(copies.network.buffers[n]) for n in form.changed}} | {
+            **options
+        }
     return Problem(
         objective=Objective(objective, form),
         clients=samples,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import operator
 import warnings
@@ -157,11 +158,11 @@ def _export(whole: _Whole, given: tuple[torch.Tensor, ...]) -> torch.export.Expo
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep PyTorch from logging what we say in a sentence."""
+    """Keep PyTorch from logging and printing what we say in a sentence."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -64,6 +64,17 @@ class Network:
         return module
 
 
+def as_state(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+    """Return a buffer as part of a problem's state: whole numbers in 32 bits, where they fit.
+
+    JAX may be set to 64 bits in one thread and not in another, so they would not stay 64 bits.
+    """
+    narrow = np.dtype(np.int32)
+    if array.dtype != np.int64 or np.any(np.abs(array) > np.iinfo(narrow).max):
+        return array
+    return array.astype(narrow)
+
+
 def first_names(module: torch.nn.Module) -> Names:
     """Return, for each name of a parameter or buffer, the first name of the same tensor."""
     seen: dict[int, str] = {}

@@ -35,18 +35,20 @@ from numpy.typing import ArrayLike
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
-from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.layout import FROZEN, Layout
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Leaf, Samples
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.problem.stacking import as_samples
 from fedsolve.solving.result import Run
 from fedsolve.torch.called import Called, Copies, Form, Loss, Metric, Value
 from fedsolve.torch.compiled import Compiled
 from fedsolve.torch.descent import callback_problem
 from fedsolve.torch.export import CannotCompile
-from fedsolve.torch.module import Network
-from fedsolve.torch.verify import check_function, compare
+from fedsolve.torch.module import Network, as_state
+from fedsolve.torch.named import is_tally, with_values
+from fedsolve.torch.verify import check_function, check_rows, compare
 
 ENTRY = "all"  # the name of data that have a mask and are no dict
 
@@ -55,7 +57,7 @@ def problem(
     module: torch.nn.Module,
     loss: Callable,
     clients: PyTree,
-    constraint: Constraint | Callable | None = None,
+    constraint: Constraint | Callable | Parts | None = None,
     *,
     mode: object = "auto",
     test: PyTree = None,
@@ -75,7 +77,7 @@ def problem(
             type that was given. There is no mask, as padding is removed.
         clients: All clients' data as for `Problem`, arrays or tensors.
         constraint: g_j in the form of `loss`, or a `Constraint` made of such functions (a
-            `Statistics` combines its sums on the server, in JAX).
+            `Statistics` combines its sums on the server, in JAX); several in a list or a dict.
         mode: `"compiled"` (functions become JAX programs, or it is said why they cannot),
             `"callback"` (PyTorch computes them, clients in threads) or `"auto"` (compiled
             where that is possible; a warning says where it is not, and why).
@@ -120,7 +122,8 @@ def problem(
         return _compiled(given, options, strict=mode == "compiled")
     except CannotCompile as reason:
         if mode == "compiled":
-            raise InvalidInput(f'{reason}; mode="callback" can do it.') from reason
+            said = str(reason).rstrip(".")
+            raise InvalidInput(f'{said}; mode="callback" can do it.') from reason
         found = _by_callback(given, options)
         warnings.warn(f"{reason}, so PyTorch computes it in callbacks.", stacklevel=2)
         return found
@@ -135,7 +138,7 @@ class _Given:
 
     module: torch.nn.Module
     loss: Callable
-    constraint: Constraint | Callable | None
+    constraint: Constraint | Callable | Parts | None
     samples: Samples
     entry: str | None
     test: PyTree
@@ -152,12 +155,16 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
     network = Network(given.module)
     size = options.get("batch_size")
 
-    def compiled(name: str, function: Callable, sums: bool = False, test: bool = False) -> Compiled:
+    def compiled(
+        name: str, function: Callable, kind: str = "value", test: bool = False
+    ) -> Compiled:
         if not callable(function):
             raise InvalidInput(f"The {name} must be a function of (model, data), got {function!r}.")
         samples, entry = (given.whole, None) if test else (given.samples, given.entry)
         found = check_function(name, function, network, samples, entry, smooth=not test)
-        own = Compiled(name, function, network, samples, entry, sums, None if test else size)
+        if kind == "rows":
+            check_rows(name, samples, found[0].outputs)
+        own = Compiled(name, function, network, samples, entry, kind, None if test else size)
         try:
             own.look_ahead(network.params, samples, training=not test)
             if not test or sum(np.size(leaf) for leaf in jax.tree.leaves(samples)) <= COMPARED:
@@ -168,14 +175,20 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
 
     functions: list[Compiled] = []
 
-    def constrained(function: Callable, sums: bool = False) -> Compiled:
-        functions.append(compiled("constraint", function, sums))
+    def constrained(function: Callable, kind: str = "value") -> Compiled:
+        functions.append(compiled("constraint", function, kind))
         return functions[-1]
+
+    def adapted(function: Callable, sums: bool = False) -> Callable:
+        if is_tally(function):  # of values that are compiled already
+            return function
+        return constrained(function, "sums" if sums else "value")
 
     objective, constraint = compiled("loss", given.loss), given.constraint
     functions.append(objective)
     if constraint is not None:
-        constraint = as_constraint(constraint).adapt(constrained)
+        constraint = with_values(constraint_of(constraint), lambda f: constrained(f, "rows"))
+        constraint = constraint.adapt(adapted)
     form = Form(any(own.differs_in_training for own in functions), objective.changed)
     metrics = {}
     for name, metric in given.metrics.items():
@@ -188,11 +201,14 @@ def _compiled(given: _Given, options: dict[str, PyTree], strict: bool) -> Proble
             found = Called(f"metric {name!r}", metric, copies, given.whole, smooth=False)
         metrics[name] = Metric(found, form)
     if constraint is not None:
-        constraint = constraint.adapt(lambda function, sums=False: Value(function, form))
+        constraint = with_values(constraint, lambda function: Value(function, form))
+        constraint = constraint.adapt(
+            lambda function, sums=False: function if is_tally(function) else Value(function, form)
+        )
     if len(network.trainable) < len(network.params):
         options = options | {"trainable": _trained(network, options.get("trainable"))}
     if form.changed:
-        state = {name: network.buffers[name] for name in form.changed}
+        state = {name: as_state(network.buffers[name]) for name in form.changed}
         options = options | {"state": state}
     try:
         return Problem(

@@ -22,6 +22,7 @@ from fedsolve.torch.datasets import Datasets
 from fedsolve.torch.module import Network, as_array
 from fedsolve.torch.problem import ENTRY
 from fedsolve.torch.randomness import seeded
+from fedsolve.torch.verify import reason_of
 
 
 class Trainer:
@@ -32,7 +33,8 @@ class Trainer:
         train: The function of (module, data, key).
         network: The module.
         names: The parameters by name, in the order of the vector.
-        trained: Those that are trained; None for all.
+        shared: Those that are trained and sent; None for all.
+        own: Those that are trained and stay on the client; None for none.
         changed: The buffers that are sent with them.
         datasets: The clients' Datasets, if they have any.
     """
@@ -43,14 +45,16 @@ class Trainer:
         train: Any,
         network: Network,
         names: Sequence[str],
-        trained: Sequence[str] | None,
+        shared: Sequence[str] | None,
+        own: Sequence[str] | None,
         changed: Sequence[str],
         datasets: Datasets | None,
     ):
         if not callable(train):
             raise InvalidInput(f"{name} must be a function of (module, data, key), got {train!r}.")
         self.name, self.train, self.network = name, train, network
-        self.names, self.trained = list(names), None if trained is None else set(trained)
+        self.names, self.shared = list(names), set(names if shared is None else shared)
+        self.trained = self.shared | set(own or ())
         self.changed, self.datasets = tuple(changed), datasets
         self.draws = False  # whether it was seen to draw random numbers of PyTorch
         self._lock, self._unseeded = threading.Lock(), 0  # clients that run without a seed now
@@ -123,7 +127,7 @@ class Trainer:
         return [
             change.astype(w.dtype, copy=False),
             change if directions is None else _joined(directions),
-            *(as_array(buffers[name]).copy() for name in sorted(state)),
+            *(as_array(buffers[n]).astype(old.dtype) for n, old in sorted(state.items())),
         ]
 
     def _module(
@@ -136,7 +140,7 @@ class Trainer:
         with torch.no_grad():
             for name, part in zip(self.names, np.split(w, ends), strict=True):
                 params[name].copy_(torch.from_numpy(np.array(part)).view(params[name].shape))
-                if self.trained is not None and name not in self.trained:
+                if name not in self.trained:
                     params[name].requires_grad_(False)
             for name, array in state.items():
                 buffers[name].copy_(torch.from_numpy(np.array(array)))
@@ -179,8 +183,7 @@ class Trainer:
             sizes = [params[name].numel() for name in self.names]
             split = torch.from_numpy(np.array(shift)).split(sizes)
             parts = {n: s.view(params[n].shape) for n, s in zip(self.names, split, strict=True)}
-        if self.trained is not None:
-            params = {name: p for name, p in params.items() if name in self.trained}
+        params = {name: p for name, p in params.items() if name in self.shared}
         return Corrected(params, parts, None if proximity is None else float(proximity))
 
     def check(self, params: Mapping[str, Host], one: Samples, buffers: str) -> None:
@@ -190,14 +193,18 @@ class Trainer:
         state = {name: self.network.buffers[name] for name in self.changed}
         words, seen = np.array([1, 2], np.uint32), _Watched(self)
         randomness, change = seeded(seed_of(words)), np.zeros(0)
+        common = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
         for attempt in range(2):  # what is imported on the way may use random numbers, once
+            torch.set_rng_state(common[0])  # or a loop that sets a seed would find it set already
+            np.random.set_state(common[1])  # noqa: NPY002
+            random.setstate(common[2])
             randomness = seeded(seed_of(words))
             try:
                 change, *_ = seen.run(randomness, w, one.values, one.mask, None, words, state, None)
             except InvalidInput:
                 raise
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = reason_of(error)
                 raise InvalidInput(f"{self.name} failed on client 0's data: {reason}") from error
             if not seen.used:
                 break

@@ -32,14 +32,17 @@ from jaxtyping import Array, PyTree
 
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_kind
-from fedsolve.problem.constraints import Constraint, as_constraint
+from fedsolve.problem.constraints import Constraint
+from fedsolve.problem.layout import PERSONAL, SHARED
 from fedsolve.problem.local_pass import Follows, LocalWork, Walked
 from fedsolve.problem.problem import Problem
+from fedsolve.problem.several import Parts, constraint_of
 from fedsolve.torch.callback import call
 from fedsolve.torch.called import words_of
 from fedsolve.torch.datasets import Datasets, as_datasets
 from fedsolve.torch.descent import callback_problem
 from fedsolve.torch.module import Network
+from fedsolve.torch.named import check_no_named
 from fedsolve.torch.pool import Clients
 from fedsolve.torch.problem import network_of
 from fedsolve.torch.problem import problem as module_problem
@@ -52,7 +55,7 @@ def training(
     train: Any,
     clients: PyTree = None,
     loss: Function | None = None,
-    constraint: Constraint | Function | None = None,
+    constraint: Constraint | Function | Parts | None = None,
     *,
     train_constraint: Any = None,
     **options: Any,
@@ -69,6 +72,8 @@ def training(
     correction is added to the gradients before each step of a `torch.optim` optimizer. FedSGM with
     hard switching calls `train_constraint` in the rounds in which it follows the constraint. Others
     raise.
+
+    With `personal=` each client keeps these parameters, and `train` trains them with the others.
 
     Random numbers that PyTorch draws follow the run's seed. For others, make a generator of `key`,
     such as `np.random.default_rng(key)`. Activation checkpointing draws dropout anew: do not use
@@ -135,14 +140,15 @@ def _of_datasets(
     module: torch.nn.Module,
     loss: Function,
     datasets: Datasets,
-    constraint: Constraint | Function | None,
+    constraint: Constraint | Function | Parts | None,
     options: dict[str, Any],
 ) -> Problem:
     """Make the problem whose clients have Datasets, for evaluation."""
     if options.get("batch_size") is not None:
         raise InvalidInput("train decides its minibatches: leave batch_size out.")
+    check_no_named(constraint)
     if constraint is not None:
-        constraint = as_constraint(constraint).adapt(
+        constraint = constraint_of(constraint).adapt(
             lambda function, sums=False: datasets.within(function)
         )
     test, metrics = options.pop("test", None), options.pop("metrics", None)
@@ -170,10 +176,11 @@ def _with_training(
     """Return the problem with training loops in place of local steps."""
     if train_constraint is not None and problem.constraint is None:
         raise InvalidInput("train_constraint is for a constraint, and the problem has none.")
-    shared = problem.layout.names(problem.params)
+    layout, params = problem.layout, problem.params
+    shared, own = layout.names(params), layout.names(params, PERSONAL)
     changed = tuple(sorted(problem.state or {}))
     trainers = [
-        Trainer(name, function, network, sorted(problem.params), shared, changed, datasets)
+        Trainer(name, function, network, sorted(params), shared, own, changed, datasets)
         for name, function in (("train", train), ("train_constraint", train_constraint))
         if function is not None
     ]
@@ -252,22 +259,23 @@ class Trained:
             samples.state,
             correction,
         )
-        change, directions = (self._shared(work, vector) for vector in found[:2])
-        return Walked(change, directions, structure.unflatten(found[2:]))
+        change, directions = (self._part(work, vector) for vector in found[:2])
+        own = self._part(work, found[0], PERSONAL) if work.has_personal else None
+        return Walked(change, directions, structure.unflatten(found[2:]), own)
 
-    def _shared(self, work: LocalWork, full: Array) -> Array:
-        """Return the trained part of a vector of all parameters."""
+    def _part(self, work: LocalWork, full: Array, kind: str = SHARED) -> Array:
+        """Return the parameters of a kind, of a vector of all parameters."""
         parts, start = {}, 0
         for name in self.trainers[0].names:
             like = work.params[name]
             parts[name] = full[start : start + like.size].reshape(like.shape)
             start += like.size
-        return work.ravel(parts)
+        return work.ravel(parts, kind)
 
     def _in_full(self, work: LocalWork, vector: Array) -> Array:
         """Return a vector of the trained parameters with zeros for the others."""
         _, back = jax.vjp(
-            lambda full: self._shared(work, full), jnp.zeros(self._size(work), vector.dtype)
+            lambda full: self._part(work, full), jnp.zeros(self._size(work), vector.dtype)
         )
         return back(vector)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jaxtyping import PyTree, Shaped
@@ -18,6 +19,15 @@ from fedsolve.types import Function
 
 Array = Shaped[np.ndarray, "..."]
 CPU = " Fedsolve places data and parameters itself: leave them where they are."
+SHAPES = (
+    ". The samples of a Dataset differ in shape: crop, resize or pad them in its transform, or "
+    "give the DataLoader a collate_fn."
+)
+KINDS = {  # what a function must return where clients differ in size
+    "value": "average over samples",
+    "sums": "sum over samples",
+    "rows": "number for each sample that does not depend on the others",
+}
 VALUES, SLOPES = 1e-3, 1e-2  # relative differences that rounding may cause
 
 
@@ -69,11 +79,7 @@ def check_function(
             if not found:
                 again = _called(name, function, module, one, entry, where)
                 if not all(map(_same, outputs, again)):
-                    raise InvalidInput(
-                        f"The {name} gives another value in every call, for the same parameters "
-                        "and data; draw random numbers by torch.rand and others where "
-                        "model.training is true."
-                    )
+                    raise changes(name)
             smooth_ones = [x for x in outputs if x.requires_grad]
             has_gradient |= bool(smooth_ones)
             slopes = {}
@@ -112,9 +118,7 @@ def _called(
         outputs = function(module, data if entry is None else data[entry])
         found = [torch.as_tensor(leaf) for leaf in jax.tree.leaves(outputs)]
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        advice = CPU if "CUDA" in str(error) or "support for" in str(error) else ""
-        raise InvalidInput(f"The {name} failed on {where}: {reason}{advice}") from error
+        raise InvalidInput(f"The {name} failed on {where}: {reason_of(error)}") from error
     for leaf in found:
         if leaf.device.type != "cpu":
             raise InvalidInput(f"The {name} returns a tensor on the device {leaf.device}.{CPU}")
@@ -132,6 +136,34 @@ def _called(
     return found
 
 
+def check_rows(name: str, samples: Samples, outputs: list[Array]) -> None:
+    """Raise if a function did not return a number for each sample of client 0."""
+    rows = int(counts(samples)[0])
+    shapes = [output.shape for output in outputs]
+    if shapes != [(rows,)]:
+        found = str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} arrays"
+        raise InvalidInput(
+            f"The {name}'s function must return one number for each of {rows} samples, got shape "
+            f"{found}."
+        )
+
+
+def changes(name: str) -> InvalidInput:
+    """Return the error of a function that depends on common random numbers."""
+    return InvalidInput(
+        f"The {name} gives another value in every call, for the same parameters and data; draw "
+        "random numbers by torch.rand and others where model.training is true."
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a user's function failed, in a line, with what to do where that is known."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if "CUDA" in reason or "support for" in reason or "expected device" in reason:
+        return reason + CPU
+    return reason + SHAPES if "stack expects each tensor" in reason else reason
+
+
 def compare(compiled: Compiled, samples: Samples, found: dict[int, Found], smooth: bool) -> None:
     """Raise `CannotCompile` if the compiled function and PyTorch disagree.
 
@@ -147,9 +179,12 @@ def compare(compiled: Compiled, samples: Samples, found: dict[int, Found], smoot
         data = one.values
         if one.mask is None:
             outputs = compiled(params, data)[0]
+        elif compiled.kind == "rows":
+            (row,) = jax.tree.leaves(compiled(params, {**data, "mask": one.mask})[0])
+            outputs = jnp.where(one.mask, row, 0)
         else:
             outputs = compiled.over_rows(params, data, one.mask)
-            if not compiled.sums:
+            if compiled.kind == "value":
                 outputs = jax.tree.map(lambda x: x / one.mask.sum(), outputs)
         leaves = jax.tree.leaves(outputs)
         return sum(leaf.sum() for leaf in leaves), leaves
@@ -164,6 +199,8 @@ def compare(compiled: Compiled, samples: Samples, found: dict[int, Found], smoot
     for index, one in clients.items():
         result, expected = function(own, one), found[index]
         (_, outputs), slopes = result if smooth else ((result), {})
+        if compiled.kind == "rows" and one.mask is not None:
+            outputs = [np.asarray(x)[np.asarray(one.mask)] for x in outputs]
         for ours, theirs in zip(outputs, expected.outputs, strict=True):
             if not np.allclose(ours, theirs, VALUES, VALUES * 1e-2, equal_nan=True):
                 _disagree(compiled, index, np.asarray(ours), theirs)
@@ -182,7 +219,7 @@ def _disagree(compiled: Compiled, index: int, ours: Array, theirs: Array) -> Non
     """Raise, with the likely reason."""
     if compiled.is_ragged:
         raise CannotCompile(
-            f"it is no {'sum' if compiled.sums else 'average'} over samples, and clients differ in "
+            f"it is no {KINDS[compiled.kind]}, and clients differ in "
             f"size (client {index}: {theirs.ravel()[0]:.6g} on its samples, {ours.ravel()[0]:.6g} "
             "from single ones)"
         )
