@@ -107,14 +107,15 @@ def training(
         >>> def loss(module, data):
         ...     return torch.mean((module(data["x"])[:, 0] - data["y"]) ** 2)
         >>> def train(module, data, key):
-        ...     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        ...     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         ...     for _ in range(5):
         ...         optimizer.zero_grad()
         ...         loss(module, data).backward()
         ...         optimizer.step()
         >>> data = {"x": np.ones((3, 4, 2)), "y": np.zeros((3, 4))}
+        >>> _ = torch.manual_seed(0)
         >>> problem = fs.torch.training(torch.nn.Linear(2, 1), train, data, loss)
-        >>> run = fs.solve(problem, fs.FedAvg(1.0, participants=2), rounds=3)
+        >>> run = fs.solve(problem, fs.FedAvg(1.0, participants=2), rounds=20)
         >>> bool(run.history["objective"][-1] < run.history["objective"][0])
         True
     """
