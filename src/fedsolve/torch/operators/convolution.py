@@ -137,9 +137,7 @@ def _windows(
     return found
 
 
-def _pooled(
-    x: Tensor | Last, count: int, pool: Callable[[Tensor], Tensor]
-) -> Tensor | Last:
+def _pooled(x: Tensor | Last, count: int, pool: Callable[[Tensor], Tensor]) -> Tensor | Last:
     """Apply a function of maps with channels last to a batch of images, or to one image."""
     if count == 2 and (isinstance(x, Last) or x.ndim == 4):
         return Last(pool(last(x)))
