@@ -37,18 +37,21 @@ def test_a_deployment_has_the_numbers_of_the_simulation(tmp_path):
     [
         ("stop", {"kind": "Spent", "messages": 9}, "runs all its rounds; leave out run.stop"),
         ("evaluate_at", "messages", "evaluates by rounds; leave out run.evaluate_at"),
-        ("privacy", {"noise": 1.0}, "does not have run.privacy yet"),
-        ("aggregation", {"kind": "SecureSum", "clip": 1.0}, "run.aggregation=SecureSum yet"),
+        ("privacy", {"noise": 1.0}, "give run.aggregation=SecureSum too"),
+        ("aggregation", {"kind": "SecureSum", "clip": 1.0}, "without noise, for studies"),
     ],
 )
 def test_jobs_that_a_deployment_cannot_do_are_refused(key, value, sentence):
     config = fs.experiments.read("neyman-pearson")
-    config["run"][key] = value
+    config["run"] |= {key: value}
+    if key == "aggregation":
+        config["run"]["privacy"] = {"noise": 1.0, "evaluation": "outside"}
     with pytest.raises(fs.InvalidInput, match=sentence):
         built(json.dumps(config))
 
 
-def test_a_job_may_name_a_robust_aggregation():
+@pytest.mark.parametrize("kind", [fs.Median, fs.SecureSum])
+def test_a_job_may_name_an_aggregation(kind):
     config = fs.experiments.read("neyman-pearson")
-    config["run"]["aggregation"] = "Median"
-    assert isinstance(built(json.dumps(config)).options["aggregation"], fs.Median)
+    config["run"]["aggregation"] = kind.__name__
+    assert isinstance(built(json.dumps(config)).options["aggregation"], kind)

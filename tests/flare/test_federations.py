@@ -191,6 +191,24 @@ def test_a_killed_site_does_not_stop_the_others(federation):
 
 
 @pytest.mark.slow
+def test_secure_sums_are_those_of_the_simulation_and_go_on_without_a_killed_site(federation):
+    changes = ["algorithm.uplink=Identity", "algorithm.participants=6", "deploy.deadline=10.0"]
+    changes += ["run.aggregation=SecureSum"]
+    whole = experiment(6, *changes)
+    ((run,),) = run_on(federation, whole, "secure", lambda news: None).values()
+    assert_same(run, simulated(whole))
+    when(federation, "secure-killed", 5, lambda: kill_job(federation, "site-3"))
+    told = []
+    wanted = experiment(20, *changes)
+    ((run,),) = run_on(federation, wanted, "secure-killed", told.append).values()
+    assert run.rounds == 20
+    rounds = [news for news in told if "round" in news]
+    assert rounds[0]["answered"] == ["site-1", "site-2", "site-3", "site-4"]
+    assert ["site-1", "site-2", "site-4"] in [news["answered"] for news in rounds]
+    assert np.isfinite(run.history["objective"]).all()
+
+
+@pytest.mark.slow
 def test_a_killed_server_resumes_to_the_same_bits(federation):
     """First its job, then the whole server, which is started again: as if nothing was."""
 

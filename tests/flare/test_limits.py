@@ -151,6 +151,8 @@ def test_every_set_of_samples_counts():
         ({"samples": 0}, "limits.samples must be a whole number"),
         ({"digits": "all"}, "limits.digits must be a whole number"),
         ({"problems": "adult"}, "limits.problems takes a list"),
+        ({"secure": "yes"}, "limits.secure takes true or false"),
+        ({"epsilon": 0.0}, "limits.epsilon must be positive"),
         ([], "takes samples"),
     ],
 )
@@ -213,6 +215,13 @@ def test_a_job_keeps_to_the_owners_limits(tmp_path, monkeypatch):
     assert said("[limits]\nproblems = []\n", "d") == (
         "'neyman_pearson' is not among the built-in problems allowed here."
     )
+    run = experiment(4).resolved["run"]
+    secure, want = {"aggregation": "SecureSum"}, "This site's owner wants run."
+    private = secure | {"privacy": {"epsilon": 4.0, "delta": 1e-3}}
+    assert said("[limits]\nsecure = true\n", "f") == f"{want}aggregation=SecureSum."
+    least = "[limits]\nepsilon = 3.0\n"
+    for name, more in (("g", {}), ("h", secure), ("i", private)):
+        assert said(least, name, run=run | more) == f"{want}privacy.epsilon of at most 3."
     assert said("[limits]\nsampels = 3\n", "e") == (
         "Its data or its owner's file is not valid; see its log."
     )

@@ -155,6 +155,30 @@ def test_shares_that_were_changed_on_their_way_are_refused():
         found[0].unmask(USE, [0, 1, 2])
 
 
+def test_masks_of_members_who_were_told_different_things_do_not_cancel():
+    for views in ([b"a"] * 3, [b"a", b"a", b"b"]):
+        found, answers = members(3, 2), vectors(3)
+        adverts = {u.number: u.advertise(USE) for u in found}
+        server = Collector(USE, 2, adverts, view=b"a")
+        server.sealed = {u.number: u.share(USE, adverts) for u in found}
+        for u, view in zip(found, views, strict=True):
+            server.masked[u.number] = u.mask(USE, server.inbox(u.number), answers[u.number], view)
+        total = server.total({u.number: u.unmask(USE, range(3)) for u in found})
+        right = total == sum(answers.values())
+        assert right.all() if views[2] == b"a" else not right.any()
+
+
+@pytest.mark.parametrize("key", [bytes(32), b"short"])
+def test_keys_that_are_none_are_refused(key):
+    found = members(3, 2)
+    adverts = {u.number: u.advertise(USE) for u in found} | {1: key}
+    server = Collector(USE, 2, adverts)
+    server.sealed = {0: found[0].share(USE, adverts), 2: {}}
+    inbox = {0: server.sealed[0][0], 1: bytes(148)}
+    with pytest.raises(Refused, match="public key is not valid"):
+        found[0].mask(USE, inbox, vectors(3)[0])
+
+
 def test_masked_vectors_look_random():
     # Of equal vectors of zeros: bits are even, and no two members' masks agree.
     found = members(3, 2)

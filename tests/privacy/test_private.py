@@ -228,6 +228,37 @@ def test_runtimes_agree(problem, tmp_path):
             )
 
 
+@pytest.mark.slow
+def test_the_margin_is_exceeded_as_rarely_as_it_says():
+    problem, algorithm = still(1), fs.FedSGM(0.1, tolerance=10.0)
+    privacy = fs.Private(clip=1.0, noise=2.0, delta=DELTA, evaluation="outside")
+    plan = privacy.plan(problem, algorithm, 30)
+    noise = [
+        np.max(run.history["constraint_estimate"]) - 0.3
+        for seed in range(40)
+        for run in [fs.solve(problem, algorithm, 30, seed, privacy=privacy)]
+    ]
+    # Of 40 runs, 2 and 20 on average; the bounds are wrong once in a thousand.
+    assert np.sum(noise > plan.margin("measure", 0.95)) <= 8
+    assert 10 <= np.sum(noise > plan.margin("measure", 0.5)) <= 28
+
+
+def test_a_margin_certifies_the_constraint(problem):
+    tolerance, rounds = 0.1, 30
+    algorithm = fs.FedSGM(0.05, tolerance)
+    privacy = fs.Private(clip=50.0, noise=0.02, delta=DELTA, evaluation="outside")
+    plan = privacy.plan(problem, algorithm, rounds)
+    run = fs.solve(problem, algorithm, rounds, privacy=privacy)
+    before = np.asarray(run.history["constraint"])[:-1]  # exact g where a round begins
+    objective = np.asarray(run.history["switch"])[1:] == 0
+    assert objective.any()
+    assert not objective.all()
+    assert np.all(before[objective] <= tolerance + plan.margin("measure", 0.999))
+    assert plan.margin("measure", 0.5) > plan.deviation("measure")  # of 30 rounds together
+    with pytest.raises(fs.InvalidInput, match="confidence must lie between 0 and 1"):
+        plan.margin("measure", 1.0)
+
+
 # Sampling
 
 

@@ -101,6 +101,23 @@ def test_with_privacy_the_noise_is_on_the_secure_sum(problem):
     )
     np.testing.assert_allclose(secure.params, plain.params, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(secure.history["epsilon"], plain.history["epsilon"])
+    for name in ("objective", "constraint"):  # the evaluation has its noise as well
+        np.testing.assert_allclose(secure.history[name], plain.history[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_sum_has_at_least_three_members():
+    needed = [fs.SecureSum().needed(size) for size in (3, 4, 5, 6, 9)]
+    assert needed == [3, 3, 4, 4, 6]
+
+
+def test_the_state_of_a_loss_is_in_no_secure_sum():
+    def loss(w, data, state):
+        return jnp.sum(w * data["x"]), {"steps": state["steps"] + 1.0}
+
+    data, state = {"x": np.ones((4, 1, 1))}, {"steps": np.zeros(())}
+    problem = fs.Problem(loss, data, np.zeros(1), state=state)
+    with pytest.raises(fs.InvalidInput, match="is not part of a secure sum"):
+        fs.solve(problem, fs.FedSGM(0.1), 1, aggregation=fs.SecureSum())
 
 
 @pytest.mark.slow

@@ -16,11 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from fedsolve.compression.packets import Packet
+from fedsolve.errors import InvalidInput
 from fedsolve.federation.counters import Count
 from fedsolve.federation.exchange import Exchange, Restricted, WithState
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
-from fedsolve.federation.rules import Context, Draw
+from fedsolve.federation.rules import Context, Draw, Summed
 from fedsolve.federation.state import AlgorithmLike, State, noise_of
 from fedsolve.problem.constraints import Constraint
 from fedsolve.problem.problem import Problem
@@ -142,6 +143,11 @@ class Federation:
         if self.contributions is not None:
             message = Restricted(self.contributions, message)
         if self._problem.averages_state:
+            if any(rule.hides for rule in self._options.rules):
+                raise InvalidInput(
+                    "The state of the loss, which the server averages, is not part of a secure "
+                    'sum: give the problem buffers="frozen".'
+                )
             message = WithState(self._state.buffers, message)
         exchange = Exchange(
             self._problem,
@@ -159,7 +165,8 @@ class Federation:
         # Known before the program runs if it is simply everyone: then nothing needs masking.
         asked = np.full(size, when) if isinstance(when, bool) else jnp.broadcast_to(when, (size,))
         values, arrived = self._deliver(exchange, cohort, asked)
-        if not any(rule.drops_broken for rule in self._options.rules):
+        known = not isinstance(values, Summed)
+        if known and not any(rule.drops_broken for rule in self._options.rules):
             self._check_finite(values, exchange.number, cohort, arrived)
         self._count(exchange, cohort, asked, arrived, values)
         if isinstance(values, WithState):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -40,10 +40,15 @@ class RoundOptions(eqx.Module):
 
     def clip_of(self, name: str) -> Scalar | None:
         """Return the norm to which replies in that exchange are clipped; None for none."""
-        clips = [clip for rule in self.rules if (clip := rule.clip_of(name)) is not None]
-        return functools.reduce(jnp.minimum, clips) if clips else None
+        return lowest_clip(self.rules, name)
 
     @property
     def wants_gradient(self) -> bool:
         """Whether the stopping rule looks at ‖∇f(w)‖²."""
         return bool(getattr(self.stop, "gradient", False))
+
+
+def lowest_clip(rules: Iterable[Rule], name: str) -> Scalar | None:
+    """Return the least of the norms that rules allow in an exchange; None for any norm."""
+    clips = [clip for rule in rules if (clip := rule.clip_of(name)) is not None]
+    return functools.reduce(jnp.minimum, clips) if clips else None

@@ -42,6 +42,7 @@ class Rule(eqx.Module):
     """Base class of what `solve(..., privacy=..., aggregation=...)` puts in a round."""
 
     drops_broken: ClassVar[bool] = False  # whether it leaves out answers that are not finite
+    hides: ClassVar[bool] = False  # whether nobody may see what a client sends beside its answer
 
     def clip_of(self, name: str) -> Scalar | None:
         """Return the largest norm of a reply in the exchange of that name; None for any norm."""
@@ -74,6 +75,16 @@ class Rule(eqx.Module):
     def published(self, info: Info) -> Info:
         """Return the part of a round's entry that may be in the history."""
         return info
+
+
+class Summed(eqx.Module):
+    """The sum of a cohort's answers, which nobody has one by one.
+
+    Args:
+        words: The sum as ring elements, in the form of one dense answer with a leading axis of 1.
+    """
+
+    words: PyTree
 
 
 class Sealed:

@@ -7,6 +7,7 @@ the experiment from the packages that are installed with them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -32,7 +33,8 @@ from fedsolve.flare.limits import Guard, Limits
 from fedsolve.flare.participation import missing
 from fedsolve.flare.processes import HOME, OWNER
 from fedsolve.flare.roster import Roster, TooFew
-from fedsolve.flare.server import FOLDER, saved_participation, serve
+from fedsolve.flare.server import FOLDER, saved_participation, serve, terms_of
+from fedsolve.flare.signatures import Identity
 from fedsolve.flare.site import SiteClients
 from fedsolve.flare.site_config import (
     allowed_names,
@@ -40,8 +42,9 @@ from fedsolve.flare.site_config import (
     read_owners_file,
     site_problem,
 )
-from fedsolve.privacy.exact import ExactSum
-from fedsolve.privacy.robust import Robust
+from fedsolve.flare.summing import SummingRoster
+from fedsolve.privacy.distributed import Terms
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.runtimes.compilation import keep_compiled_programs
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import encode
@@ -70,15 +73,24 @@ def built(text: str) -> Experiment:
         raise InvalidInput("A deployment runs all its rounds; leave out run.stop.")
     if experiment.options.get("evaluate_at", "rounds") != "rounds":
         raise InvalidInput("A deployment evaluates by rounds; leave out run.evaluate_at.")
-    aggregation = experiment.options.get("aggregation")
-    if "privacy" in experiment.options or not isinstance(aggregation, Robust | ExactSum | None):
-        key = "privacy" if "privacy" in experiment.options else "aggregation=SecureSum"
-        raise InvalidInput(
-            f"A deployment does not have run.{key} yet: leave it out, or run a simulation."
-        )
+    _terms(experiment)
     if experiment.instances is not None:
         raise InvalidInput("A deployment uses the sites' own data; leave out run.instances.")
     return experiment
+
+
+def _terms(experiment: Experiment) -> Terms | None:
+    """Return the terms of a private run; raise if a deployment cannot keep them."""
+    options = experiment.options
+    every = options.get("evaluate_every", 1)
+    given = options.get("aggregation"), options.get("privacy"), options["rounds"], every
+    return terms_of(*given)
+
+
+def _identity() -> Identity:
+    """Return what this site signs with, from its kit."""
+    with _details_in_log():
+        return Identity(Path(os.environ[HOME]).parent)
 
 
 def owners_limits() -> Limits:
@@ -122,6 +134,7 @@ class SiteJob:
             self._seconds = limits.seconds
             self._experiment = built(self._text)
             limits.check_problems(self._experiment)
+            limits.check_privacy(self._experiment)
         except Exception as error:
             self._trouble = _reason(error)
             self._say(self._trouble)
@@ -197,7 +210,21 @@ class SiteJob:
             if held is not None:
                 with precision_of(precision) as dtype:
                     seen = HeldOut(held, options["rounds"], self._show, dtype)
-            clients = SiteClients(place, own, algorithm, seed, precision, self._say, guard, seen)
+            rule = options.get("aggregation")
+            secure = rule if isinstance(rule, SecureSum) else None
+            clients = SiteClients(
+                place,
+                own,
+                algorithm,
+                seed,
+                precision,
+                self._say,
+                guard,
+                seen,
+                aggregation=secure,
+                terms=_terms(experiment),
+                identity=None if secure is None else _identity(),
+            )
             self._shares = {cell: clients}
         return self._shares[cell]
 
@@ -316,7 +343,11 @@ class Coordinator:
                 self._tell(labels | entry)
 
             with precision_of(precision) as dtype:
-                link = Roster(
+                rule = options.get("aggregation")
+                kind = Roster
+                if isinstance(rule, SecureSum):
+                    kind = functools.partial(SummingRoster, rule=rule, home=home)
+                link = kind(
                     lambda messages: transport(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),
@@ -342,6 +373,7 @@ class Coordinator:
                 patience=float(patience),
                 waiting=lambda sites: tell(_waiting(sites, float(patience))),
                 aggregation=options.get("aggregation"),
+                privacy=options.get("privacy"),
             )
             self._gave_up = bool(link.silent)
 

@@ -9,6 +9,8 @@ Written in `site.toml`; these are the defaults:
     memory = 8.0            # GiB that building a job's problem may take
     seconds = 600.0         # that one question may take
     problems = ["adult"]    # built-in problems that jobs may name; all if left out
+    secure = false          # whether answers may leave this site in secure sums only
+    epsilon = 4.0           # the most that a job's privacy may spend; any job if left out
 
 An evaluation is answered once for each round after which the run evaluates, in order, at one w.
 Every question is a line in the run's `questions.log`.
@@ -32,6 +34,7 @@ import psutil
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, settings_of
 from fedsolve.fields import check_count, check_positive, scalar
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.storage.arrays import Refused
@@ -51,6 +54,8 @@ class Limits:
     memory: float = 8.0
     seconds: float = 600.0
     problems: tuple[str, ...] | None = None
+    secure: bool = False
+    epsilon: float | None = None
 
     @classmethod
     def of(cls, owners: Table) -> Limits:
@@ -63,10 +68,12 @@ class Limits:
             if name in table:
                 check_count(f"limits.{name}", table[name])
         given: Table = dict(table)
-        for name in ("memory", "seconds"):
+        for name in ("memory", "seconds", "epsilon"):
             if name in table:
                 given[name] = scalar(f"limits.{name}")(table[name])
                 check_positive(f"limits.{name}", given[name])
+        if not isinstance(table.get("secure", False), bool):
+            raise InvalidInput("limits.secure takes true or false.")
         names = given.get("problems")
         if names is not None:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -95,6 +102,18 @@ class Limits:
             kind = str(settings_of(experiment.resolved, variant)["problem"])
             if self.problems is not None and ":" not in kind and kind not in self.problems:
                 raise InvalidInput(f"{kind!r} is not among the built-in problems allowed here.")
+
+    def check_privacy(self, experiment: Experiment) -> None:
+        """Raise if a job would let answers leave with less protection than the owner wants."""
+        private = experiment.options.get("privacy")
+        if self.epsilon is not None:
+            epsilon = None if private is None else private.epsilon
+            if epsilon is None or float(epsilon) > self.epsilon:
+                raise InvalidInput(
+                    f"This site's owner wants run.privacy.epsilon of at most {self.epsilon:g}."
+                )
+        if self.secure and not isinstance(experiment.options.get("aggregation"), SecureSum):
+            raise InvalidInput("This site's owner wants run.aggregation=SecureSum.")
 
     def check_samples(self, problem: Problem) -> None:
         """Raise if a client has too few samples, in any of its sets of samples."""

@@ -13,6 +13,8 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
+from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.recording import RecordedExchange, record_round
@@ -36,13 +38,23 @@ def version() -> str:
     return fedsolve.__version__
 
 
-def protocol(problem: Problem, algorithm: Algorithm, clients: int) -> Protocol:
-    """Record one round with that many clients."""
+def protocol(
+    problem: Problem, algorithm: Algorithm, clients: int, aggregation: Rule | None = None
+) -> Protocol:
+    """Record one round with that many clients.
+
+    Args:
+        problem: The problem.
+        algorithm: The algorithm.
+        clients: The number of clients.
+        aggregation: What replaces the sums of answers, if it changes what is sent.
+    """
 
     def start() -> tuple[State, tuple[ClientState, PyTree]]:
         state = State.start(problem, algorithm, jax.random.key(0), clients)
         return state, (algorithm.init_client(state.w), problem.init_memory())
 
     state, client = jax.eval_shape(start)
-    record = record_round(problem, algorithm, state, clients=clients)
+    options = RoundOptions(aggregation=aggregation)
+    record = record_round(problem, algorithm, state, options, clients=clients)
     return Protocol(record.exchanges, record.packets, client, state.w)

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
+from fedsolve.federation.rules import Rule
 from fedsolve.flare.alarms import REFUSE, Alarm, Alarms, digests_of, norms_of
 from fedsolve.flare.participation import Participation
 from fedsolve.flare.protocol import Protocol, protocol, version
@@ -54,7 +55,10 @@ class Roster:
             when a job begins.
         sites: The number of sites that must be ready before a run begins.
         alarms: What is done about answers out of all proportion: `refuse` or `note`.
+        aggregation: What replaces the sums of answers, if it changes what sites send.
     """
+
+    sends_changes = True  # of w, where that is cheaper than all of it
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Roster:
         quorum: float = 0.0,
         sites: int = 1,
         alarms: str = REFUSE,
+        aggregation: Rule | None = None,
     ):
         self.protocol = Protocol((), (), None, None)
         # By site: its first client, and how many it has
@@ -79,7 +84,7 @@ class Roster:
         self.alarms = Alarms(alarms)
         self.trouble: BaseException | None = None  # what went wrong outside the compiled round
         self._transport, self._log, self._quorum = transport, log, quorum
-        self._at_first = sites
+        self._at_first, self._aggregation = sites, aggregation
         self._problem, self._algorithm = problem, algorithm
         self._names = [START]  # names of w, after each publication that is still kept
         self._packets: list[tuple[int, Packet]] = []
@@ -87,6 +92,7 @@ class Roster:
         self._why: dict[str, str] = {}  # what was wrong with a site, when last asked
         self._no_values: dict[str, str] = {}  # and with its newest values
         self._logged: dict[str, set[str]] = {}  # what was logged about it since it answered
+        self._spent: set[str] = set()  # sites whose answer to a question is in no other sum
         self._asked: set[str] = set()  # sites with clients that were asked in this round
         self._holds: dict[str, str] = {}  # the w that each site was last known to hold
         # An evaluation to ask for with the next question
@@ -141,7 +147,7 @@ class Roster:
         for site in new:
             known[site] = (self.clients, found[site])
             expected[site]["clients"] = found[site]
-        self.protocol = protocol(self._problem, self._algorithm, self.clients)
+        self.protocol = protocol(self._problem, self._algorithm, self.clients, self._aggregation)
         self._greet([site for site in found if site in known], self.clients)
 
     def _check_ready(self, ready: Iterable[str], first: bool) -> None:
@@ -183,25 +189,8 @@ class Roster:
             TooFew: If fewer clients answer than the quorum.
         """
         exchange = self.protocol.exchanges[number]
-        wanted = {
-            site: [int(c) for c in clients if first <= c < first + count]
-            for site, (first, count) in self.ranges.items()
-        }
-        wanted = {site: own for site, own in wanted.items() if own}
-        self._asked |= wanted.keys()
+        wanted, heads = self._questions(round, number, clients)
         wish, self._wish = self._wish, None
-        heads: dict[str, dict] = {
-            site: {
-                "kind": "ask",
-                "round": round,
-                "exchange": number,
-                "method": exchange.method,
-                "first": self.ranges[site][0],
-                "used": self.used.get(site, []),
-                "settled": self.settled.get(site, (-1, [])),
-            }
-            for site in wanted
-        }
         most = max(map(len, wanted.values()), default=0) * size_of(exchange.reply)
         if wish is not None:
             self._values = {}
@@ -210,7 +199,7 @@ class Roster:
             most += self.clients * size_of(wish[2])
         replies: dict[str, PyTree] = {}
         moved: set[str] = set()
-        arrived = self._deliver(heads, {"message": message}, w, most, wanted)
+        arrived = self._deliver(heads, {"message": message}, w, most, who_is_asked(wanted))
         for site, (head, arrays) in arrived.items():
             try:
                 if wish is not None:
@@ -244,6 +233,30 @@ class Roster:
         if not found and (wanted.keys() - self._silent or not self._anyone()):
             raise TooFew(f"{few}{self._whys(wanted)}", self._silent & self.ranges.keys())
         return found
+
+    def _questions(
+        self, round: int, number: int, clients: np.ndarray
+    ) -> tuple[dict[str, list[int]], dict[str, Table]]:
+        """Return the clients that are asked, by site, and the heads of the questions."""
+        wanted = {
+            site: [int(c) for c in clients if first <= c < first + count]
+            for site, (first, count) in self.ranges.items()
+        }
+        wanted = {site: own for site, own in wanted.items() if own}
+        self._asked |= wanted.keys()
+        heads: dict[str, Table] = {
+            site: {
+                "kind": "ask",
+                "round": round,
+                "exchange": number,
+                "method": self.protocol.exchanges[number].method,
+                "first": self.ranges[site][0],
+                "used": self.used.get(site, []),
+                "settled": self.settled.get(site, (-1, [])),
+            }
+            for site in wanted
+        }
+        return wanted, heads
 
     def _suspects(
         self,
@@ -381,18 +394,15 @@ class Roster:
         arrays: dict[str, PyTree],
         w: Parameters,
         most: int,
-        clients: dict[str, list[int]],
+        own: Mapping[str, dict[str, PyTree]],
     ) -> dict[str, tuple[dict, dict]]:
-        """Send each site its head, the arrays of a question, and what it lacks of w."""
-
-        def asked(site: str) -> dict[str, PyTree]:
-            return {"clients": np.asarray(clients[site], np.int32)}
-
+        """Send each site its head, the arrays of a question, its own, and what it lacks of w."""
         arrived: dict[str, tuple[dict, dict]] = {}
         waiting = dict(heads)
-        for whole in (False, True):  # a site that is not where it was thought gets all of w
+        # A site that is not where it was thought gets all of w.
+        for whole in (False, True) if self.sends_changes else (True,):
             messages = {
-                s: self._message(s, head, arrays | asked(s) if s in clients else {}, w, whole)
+                s: self._message(s, head, arrays | own[s] if s in own else {}, w, whole)
                 for s, head in waiting.items()
             }
             for site, (head, reply) in self._send(messages, most).items():
@@ -404,6 +414,7 @@ class Roster:
                     arrived[site] = head, reply
                 else:
                     self._complain(site, str(head.get("reason", head["status"])))
+                    self._spent |= {site} if head.get("spent") is True else set()
             waiting = {s: h for s, h in waiting.items() if s in self._behind}
             if not waiting:
                 break
@@ -496,3 +507,8 @@ class Roster:
             (kind, take(arrays, f"packet{i}", self.protocol.packets[kind], finite=False))
             for i, kind in enumerate(head["kinds"])
         ]
+
+
+def who_is_asked(clients: dict[str, list[int]]) -> dict[str, dict[str, PyTree]]:
+    """Return, by site, the array that says which of its clients are asked."""
+    return {site: {"clients": np.asarray(own, np.int32)} for site, own in clients.items()}

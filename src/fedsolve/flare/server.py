@@ -21,16 +21,22 @@ from fedsolve.federation.best import Best, with_best
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.federation import Federation
 from fedsolve.federation.options import RoundOptions
-from fedsolve.federation.rules import Rule
+from fedsolve.federation.replies import Replies
+from fedsolve.federation.rules import Rule, Summed
 from fedsolve.federation.state import SeedWords, State
 from fedsolve.flare.journal import Journal, Parts, read
 from fedsolve.flare.participation import clients_expected
 from fedsolve.flare.roster import Roster, TooFew
+from fedsolve.flare.summing import SummingRoster
+from fedsolve.privacy.accounting import Ledger, Spent
+from fedsolve.privacy.distributed import Terms
+from fedsolve.privacy.private import Private
+from fedsolve.privacy.secure import SecureSum, dense_shapes
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Advanced, Fault, Runtime
 from fedsolve.runtimes.chunks import Spans
 from fedsolve.runtimes.compilation import prepared
-from fedsolve.runtimes.evaluation import Shares, Values, client_values, combined
+from fedsolve.runtimes.evaluation import Shares, Through, Values, client_values, combined
 from fedsolve.runtimes.history import History, entry_history, joined, no_history
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.solving.loop import Loop
@@ -60,6 +66,8 @@ class Deployment(Federation):
         return self._link.clients
 
     def _deliver(self, exchange: Exchange, cohort: Cohort, asked: Flags) -> tuple[Reply, Flags]:
+        if isinstance(self._link, SummingRoster):
+            return self._deliver_sum(self._link, exchange, cohort, asked)
         template = self._link.protocol.exchanges[exchange.number].reply
         size = len(cohort)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), template)
@@ -75,6 +83,28 @@ class Deployment(Federation):
         here = jax.ShapeDtypeStruct((size,), bool)
         arguments = (self.round, cohort, asked, exchange.message, self.w)
         return self._call(ask, (shapes, here), *arguments)
+
+    def _deliver_sum(
+        self, link: SummingRoster, exchange: Exchange, cohort: Cohort, asked: Flags
+    ) -> tuple[Summed, Flags]:
+        """Get the sum of the cohort's answers, and whose answers are in it."""
+        template = dense_shapes(link.protocol.exchanges[exchange.number].reply)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.uint32), template)
+        size = len(cohort)
+
+        def ask(
+            round: np.ndarray, cohort: np.ndarray, asked: np.ndarray, message: PyTree, w: np.ndarray
+        ) -> tuple[PyTree, np.ndarray]:
+            if not asked.any():
+                return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), asked
+            number, clients = exchange.number, cohort[asked]
+            total, there = link.ask_sum(int(round), number, clients, message, w, size)
+            return total, asked & np.isin(cohort, list(there))
+
+        here = jax.ShapeDtypeStruct((size,), bool)
+        arguments = (self.round, cohort, asked, exchange.message, self.w)
+        total, arrived = self._call(ask, (shapes, here), *arguments)
+        return Summed(total), arrived
 
     def publish(self, packet: Packet, when: Flag = True) -> None:
         super().publish(packet, when)
@@ -164,39 +194,62 @@ class Deployed(Runtime):
         seed: int,
         ending: Ending | None = None,
         aggregation: Rule | None = None,
+        terms: Terms | None = None,
     ):
-        options = RoundOptions(aggregation=aggregation)
-        super().__init__(problem, algorithm, options)
+        super().__init__(problem, algorithm, RoundOptions(aggregation=aggregation))
+        self.ledger: Ledger | None = None
+        self._terms = terms
         self.link, self._sites, self._seed = link, sites, seed
         self._ending = Ending() if ending is None else ending
         self.waiting = History()
         self.news: Table = {}  # facts about the round of the entry that waits
         self.told: Table = {}  # and about that of the newest complete entry
 
+        self._prepare()
+        self._values = jax.eval_shape(self._one_clients_values)
+        self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
+
+    def _prepare(self) -> None:
+        """Prepare the programs of this process."""
+        link, problem = self.link, self.problem
+
         def play(
             problem: Problem, algorithm: Algorithm, options: RoundOptions, state: State
         ) -> tuple[State, Info]:
             return Deployment(problem, state, link, options).play(algorithm)
 
-        self._play = prepared(play, problem, algorithm, options)
+        self._play = prepared(play, problem, self.algorithm, self.options)
         self._combined = prepared(_combined, problem)
-        self._values = jax.eval_shape(self._one_clients_values)
-        self._began, self._rounds = time.perf_counter(), 0  # since the last evaluation
+        self._combined_sum = prepared(_combined_sum, problem, self.options)
+
+    def _agree(self) -> None:
+        """Fix the noise of a private run, for which the number of clients must be known."""
+        if self._terms is None:
+            return
+        clients = self.link.clients
+        rule, self.ledger = self._terms.agreed(self.problem, self.algorithm, clients)
+        self.options = RoundOptions(aggregation=rule)
+        self._prepare()
 
     def start(self, seed: SeedWords) -> State:
         self.link.hello(self._sites)
+        self._agree()
         key = jax.random.wrap_key_data(seed)
-        return _start(self.problem, self.algorithm, key, self.link.clients)
+        state = _start(self.problem, self.algorithm, key, self.link.clients)
+        return state if self.ledger is None else self.ledger.start(state)
 
     def resume(self, saved: Record) -> State:
         """Go on from a record of the journal, with the sites that are there now."""
         link, head, arrays = self.link, saved.head, saved.arrays
         link.restore(head["link"])
         before = link.clients
-        state = _restored(saved, self.problem, self.algorithm)
+        state = _restored(saved, self.problem, self.algorithm, self._terms is not None)
         self.waiting = _named(arrays, "waiting", head["waiting"])
         self.news = head["news"]
         link.hello(self._sites, self._may_grow)
+        self._agree()
+        if self.ledger is not None:
+            self.ledger.check(state)
         link.restore_packets(head["link"], arrays)
         if self.waiting:
             link.request_values(int(state.round), state.w, self._values, state.buffers)
@@ -233,6 +286,8 @@ class Deployed(Runtime):
     def _wait_for_everyone(self, state: State) -> None:
         """Ask everyone for the last evaluation; wait for silent sites while there is patience."""
         found, told = self.link.values(), False
+        if isinstance(self.link, SummingRoster):
+            return  # a site that was not there is not in the sum, and can be in no other
         end = self.news.get("ended", 0.0) + self._ending.patience
         while (silent := sorted(self.link.silent - found.keys())) and time.time() < end:
             if not told:
@@ -267,7 +322,9 @@ class Deployed(Runtime):
         shares = self.algorithm.objective_weights(state.server, state.participation)
         found = self.link.values()
         self.link.end_evaluation()
-        if found:
+        if found and isinstance(self.link, SummingRoster):
+            values = self._over_sum(self.link, state, shares)
+        elif found:
             values = self._over_sites(state, found, shares)
         else:
             values = self._unknown(state.w, shares)
@@ -308,6 +365,14 @@ class Deployed(Runtime):
         rows = np.concatenate([np.arange(first, first + count) for first, count in places])
         return self._combined(state.buffers, state.w, values, shares[rows])
 
+    def _over_sum(self, link: SummingRoster, state: State, shares: Shares) -> Info:
+        """Return f and g over all clients whose values are in the sum."""
+        heard = np.zeros(link.clients, bool)
+        for site in link.values():
+            first, count = link.ranges[site]
+            heard[first : first + count] = True
+        return self._combined_sum(state.w, link.evaluated, heard, shares)
+
     def _unknown(self, w: Vector, shares: Shares) -> Info:
         """Return NaN for each column of an evaluation: nobody was heard."""
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self._values)
@@ -319,6 +384,8 @@ class Deployed(Runtime):
 
     def _may_grow(self, clients: int) -> bool:
         """Return whether the algorithm can take new clients in the middle of a run."""
+        if self._terms is not None:
+            return False  # their number decides on the noise
         now, then = (_shapes(self.problem, self.algorithm, n) for n in (clients, self.link.clients))
         return (now.server, now.participation) == (then.server, then.participation)
 
@@ -328,6 +395,31 @@ def _combined(
 ) -> Info:
     now = problem if buffers is None else problem.with_state(buffers)
     return combined(now, w, values, shares)
+
+
+class _Told(Through):
+    """The rules of an evaluation of which the sum is known, and no client's values."""
+
+    total: Values  # as ring elements
+    arrived: Flags
+
+    def heard(self, values: Values) -> dict[str, Replies]:
+        return {name: Replies(Summed(each), self.arrived) for name, each in self.total.items()}
+
+
+def _combined_sum(
+    problem: Problem,
+    options: RoundOptions,
+    w: Vector,
+    total: Values,
+    arrived: Flags,
+    shares: Shares = None,
+) -> Info:
+    rules = tuple(rule for rule in options.rules if rule.covers_evaluation())
+    told = _Told(rules, jnp.zeros(2, jnp.uint32), 0, total, arrived)
+    nobodys = jax.tree.map(lambda x: jnp.zeros((len(arrived), *x.shape[1:]), float), total)
+    found = combined(problem, w, nobodys, shares, told)
+    return found | {"clients_evaluated": jnp.sum(arrived, dtype=jnp.int32)}
 
 
 class JournalSaver:
@@ -374,6 +466,7 @@ def serve(
     patience: float = 0.0,
     waiting: Callable[[list[str]], None] = lambda sites: None,
     aggregation: Rule | None = None,
+    privacy: Private | None = None,
 ) -> Run:
     """Run the algorithm over the link, from the beginning or from where `home` says it stopped.
 
@@ -392,6 +485,7 @@ def serve(
         patience: The seconds to wait, after the last round, for sites that do not answer.
         waiting: Called with their names then.
         aggregation: What replaces the mean of answers; None for the mean.
+        privacy: Differential privacy of clients, whose noise sites add before a secure sum.
 
     Returns:
         The run; `link.participation` says which sites took part.
@@ -405,7 +499,8 @@ def serve(
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         ending = Ending(patience, waiting, go_on)
         rule = numbers_on_device(aggregation, dtype)
-        runtime = Deployed(placed, tuned, link, sites, seed, ending, rule)
+        terms = terms_of(aggregation, privacy, rounds, evaluate_every)
+        runtime = Deployed(placed, tuned, link, sites, seed, ending, rule, terms)
         saved, chunks = _loaded(*journal.load())
         if saved is None:
             state = runtime.start(jax.random.key_data(jax.random.key(seed)))
@@ -429,6 +524,7 @@ def serve(
             interrupted=lambda: not go_on(),
             saver=JournalSaver(journal, runtime, rounds, chunks),
             progress=tell,
+            ledger=runtime.ledger,
         )
         try:
             return loop.run(state, chunks)
@@ -436,6 +532,20 @@ def serve(
             raise TooFew(MAKE_ROOM) from error
         except Diverged as error:
             raise InvalidInput(str(error)) from error
+
+
+def terms_of(
+    aggregation: object, privacy: Private | None, rounds: int, evaluate_every: int
+) -> Terms | None:
+    """Return the terms of a private run; raise if it cannot be one."""
+    if privacy is None:
+        return None
+    if not isinstance(aggregation, SecureSum):
+        raise InvalidInput(
+            "A deployment adds the noise of run.privacy at its sites, before a secure sum: give "
+            "run.aggregation=SecureSum too."
+        )
+    return Terms(aggregation, privacy, rounds, evaluate_every)
 
 
 def saved_run(
@@ -464,8 +574,12 @@ def _start(problem: Problem, algorithm: Algorithm, key: PRNGKey, clients: int) -
     return dataclasses.replace(state, clients=None, memory=None)
 
 
-def _shapes(problem: Problem, algorithm: Algorithm, clients: int) -> State:
-    return jax.eval_shape(lambda: _start(problem, algorithm, jax.random.key(0), clients))
+def _shapes(problem: Problem, algorithm: Algorithm, clients: int, private: bool = False) -> State:
+    def start() -> State:
+        state = _start(problem, algorithm, jax.random.key(0), clients)
+        return dataclasses.replace(state, spent=Spent.unknown()) if private else state
+
+    return jax.eval_shape(start)
 
 
 def _grown(state: State, more: int) -> State:
@@ -493,9 +607,11 @@ def _loaded(base: bytes | None, records: Sequence[bytes]) -> tuple[Record | None
     return found[-1] if found else None, [part for part in history if part]
 
 
-def _restored(saved: Record, problem: Problem, algorithm: Algorithm) -> State:
+def _restored(
+    saved: Record, problem: Problem, algorithm: Algorithm, private: bool = False
+) -> State:
     clients = sum(count for _, count in saved.head["link"]["roster"].values())
-    shapes = _shapes(problem, algorithm, clients)
+    shapes = _shapes(problem, algorithm, clients, private)
     try:
         state = take(saved.arrays, "state", shapes, finite=False)
     except Refused as refused:

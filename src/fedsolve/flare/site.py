@@ -29,13 +29,18 @@ from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.exchange import Exchange
 from fedsolve.federation.state import SeedWords, evaluation_key
+from fedsolve.fields import Scalar
 from fedsolve.flare.journal import CannotWrite, Journal, Parts
 from fedsolve.flare.limits import Guard
 from fedsolve.flare.protocol import Protocol, protocol, version
+from fedsolve.flare.signatures import Identity
+from fedsolve.flare.site_sums import MOST_BYTES, SiteSums, view_of
 from fedsolve.participation.strategic import check_bounds, game_of
+from fedsolve.privacy.distributed import Terms
+from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.compilation import prepared
-from fedsolve.runtimes.evaluation import Values, client_values
+from fedsolve.runtimes.evaluation import Values, client_values, values_limited
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
 from fedsolve.storage.arrays import (
     Refused,
@@ -71,6 +76,9 @@ class SiteClients:
             answer cannot be used.
         guard: The owner's limits; None for none.
         seen: Called with a round that is evaluated, and the parameters.
+        aggregation: The secure sum in which answers leave; None where they leave as they are.
+        terms: Those of a private run, in which this site adds noise.
+        identity: What this site signs its keys for secure sums with.
     """
 
     def __init__(
@@ -83,8 +91,13 @@ class SiteClients:
         say: Callable[[str], None] = lambda sentence: None,
         guard: Guard | None = None,
         seen: Callable[[int, Vector], None] | None = None,
+        *,
+        aggregation: SecureSum | None = None,
+        terms: Terms | None = None,
+        identity: Identity | None = None,
     ):
         self._say, self._guard, self._seen = say, guard, seen
+        self._rule, self._terms = aggregation, terms
         self._lock = threading.Lock()
         self._game = game_of(algorithm)
         self._precision = precision
@@ -105,6 +118,7 @@ class SiteClients:
         self._log: dict[int, _Entry] = {}  # answers of the round that is not settled yet
         self._journal = Journal(home)
         _check_data(home, problem)
+        self._sums = None if aggregation is None else SiteSums(home, aggregation, identity)
         base, records = self._journal.load()
         try:
             if base is not None:
@@ -126,7 +140,8 @@ class SiteClients:
             except Refused as refused:
                 self._say(str(refused))
                 self._note(head, f"refused: {refused}")
-                return encode({"status": "refused", "reason": str(refused)}, {})
+                told = {"status": "refused", "reason": str(refused), "spent": refused.spent}
+                return encode(told, {})
             except CannotWrite as error:  # its path is this machine's affair
                 print(error, file=sys.stderr, flush=True)
                 self._note(head, f"refused: {error.why}")
@@ -138,6 +153,8 @@ class SiteClients:
             _check_version(head)
             self._know(_whole(head, "total"))
             return encode({"status": "ok", "clients": self._count}, {})
+        if self._sums is not None and (answer := self._sums.answer(head, arrays)) is not None:
+            return answer
         if kind not in ("ask", "evaluate"):
             raise Refused(f"no such kind of question: {str(kind)[:40]}")
         if not self._catch_up(head, arrays):
@@ -145,6 +162,8 @@ class SiteClients:
         if kind == "evaluate":
             if self._problem.keeps_own:  # the values depend on what clients keep
                 self._settle(_whole(head, "round"), head.get("settled"))
+            if self._sums is not None:
+                return self._masked_values(self._sums, head, arrays)
             return encode({"status": "ok"}, self._values(head, "round", arrays))
         return self._ask(head, arrays)
 
@@ -161,10 +180,21 @@ class SiteClients:
                 raise Refused(
                     f"the game has {self._game.players} players, the sites {total} clients"
                 )
-            self._protocol = protocol(self._problem, self._algorithm, total)
+            if self._terms is not None and self._sums is not None:
+                self._rule, _ = self._terms.agreed(self._problem, self._algorithm, total)
+                self._sums.rule = self._rule
+                self._sums.last = self._terms.rounds
+            self._protocol = protocol(self._problem, self._algorithm, total, self._rule)
             self._total = total
             self._work = {
-                number: prepared(_work, self._problem, self._algorithm, number, exchange.method)
+                number: prepared(
+                    _work,
+                    self._problem,
+                    self._algorithm,
+                    number,
+                    exchange.method,
+                    None if self._rule is None else self._rule.clip_of(exchange.method),
+                )
                 for number, exchange in enumerate(self._protocol.exchanges)
             }
 
@@ -174,7 +204,8 @@ class SiteClients:
         news = max(map(size_of, self._protocol.packets), default=0)
         asked = self._count * np.dtype(np.int32).itemsize
         state = 0 if self._problem.state is None else size_of(self._problem.state)
-        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news + asked + state
+        keys = 0 if self._sums is None else MOST_BYTES
+        return size_of(messages) + 2 * size_of(self._protocol.w) + 4 * news + asked + state + keys
 
     def _values(self, head: Table, name: str, arrays: dict[str, np.ndarray]) -> dict[str, PyTree]:
         """Return the clients' values at w, at the end of the round with that name in the head."""
@@ -192,6 +223,19 @@ class SiteClients:
         if self._seen is not None:
             self._seen(round, jnp.asarray(self._w))
         return {"values": values if self._guard is None else self._guard.values(values)}
+
+    def _masked_values(self, sums: SiteSums, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
+        """Return the sum of the clients' values at w, masked."""
+        position = [_whole(head, "round")]
+        use = sums.check("evaluation", position, head)
+        members, size = sums.named(head)
+        inbox = {"inbox.0": arrays.pop("inbox.0", np.zeros(0))}
+        found = self._values(head, "round", arrays)["values"]
+        rows = values_limited((sums.rule,), jax.tree.map(jnp.asarray, found))
+        words = sums.words_of_values(rows, size)
+        view = view_of(["evaluation", *position, size, members], self._w)
+        masked = sums.mask("evaluation", position, use, head, inbox, words, view)
+        return encode({"status": "ok", "view": view.hex()}, {"reply": masked})
 
     def _ask(self, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         round, number = _whole(head, "round"), _whole(head, "exchange")
@@ -215,26 +259,43 @@ class SiteClients:
                 raise Refused(str(error)) from None
         message = take(arrays, "message", exchange.message)
         used, look = _numbers(head.get("used"), number), head.get("look")
+        inbox = {"inbox.0": arrays.pop("inbox.0", np.zeros(0))} if self._sums is not None else {}
         seen = {
             k: arrays.pop(k) for k in list(arrays) if look is not None and k.startswith("state.")
         }
         nothing_left(arrays)
         self._settle(round, head.get("settled"))
         digest = hashlib.sha256(
-            json.dumps([round, number, clients.tolist(), used, self._w_name, look]).encode()
-            + encode({}, {"message": message})
+            json.dumps(
+                [round, number, clients.tolist(), used, self._w_name, look]
+                + ([head["sum"]] if "sum" in head else [])
+            ).encode()
+            + encode({}, {"message": message} | inbox)
         ).hexdigest()
         known = self._log.get(number)
         known = known if known is not None and known.digest == digest else None
         if known is not None and known.reply is not None:
             return known.reply
+        use = b""
+        if self._sums is not None:
+            use = self._sums.check("exchange", [round, number], head)
         rows = self._before(number, used, local)
         moved, reply = self._compute(number, round, clients, local, rows, message)
         self._check_finite(f"the reply to '{exchange.method}'", reply)
-        moves = not _same(rows, moved)
+        # Whether a state has moved follows from data; a secure sum must not tell it.
+        hidden = self._sums is not None and bool(jax.tree.leaves(rows))
+        moves = hidden or not _same(rows, moved)
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
         values = {} if look is None else self._values(head, "look", seen)
-        answer = encode(told, {"reply": reply} | values)
+        if self._sums is None:
+            answer = encode(told, {"reply": reply} | values)
+        else:
+            members, size = self._sums.named(head)
+            question = ["exchange", round, number, exchange.method, size, members]
+            view = view_of(question, self._w, message)
+            words = self._sums.words_of_replies(exchange.method, reply, size)
+            masked = self._sums.mask("exchange", [round, number], use, head, inbox, words, view)
+            answer = encode(told | {"view": view.hex()}, {"reply": masked})
         if known is not None and _same(known.rows, moved):  # given before this process began
             known.reply = answer
             return answer
@@ -394,6 +455,7 @@ def _work(
     algorithm: Algorithm,
     number: int,
     method: str,
+    clip: Scalar | None,
     w: Vector,
     round: Int[Array, ""],
     seed: SeedWords,
@@ -409,7 +471,7 @@ def _work(
     once.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), round)
-    exchange = Exchange(problem, key, w, round, number, getattr(algorithm, method), message)
+    exchange = Exchange(problem, key, w, round, number, getattr(algorithm, method), message, clip)
 
     def answer(client: Int[Array, ""], local: Int[Array, ""], row: PyTree) -> tuple[PyTree, PyTree]:
         samples = jax.tree.map(lambda leaf: leaf[local], problem.samples)

@@ -203,6 +203,11 @@ class Spent(NamedTuple):
     evaluations: Int[Array, ""]
     mechanism: Float[Array, "5"]  # what must stay as it is when a run goes on
 
+    @classmethod
+    def unknown(cls) -> Spent:
+        """Return one for its shapes alone."""
+        return cls(jnp.int32(0), jnp.zeros(5, jnp.float32))
+
 
 @dataclasses.dataclass
 class Ledger:

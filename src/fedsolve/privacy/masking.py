@@ -134,6 +134,11 @@ class Member:
         """Its public channel key, for the handshake."""
         return self._key.public_key().public_bytes_raw()
 
+    @property
+    def threshold(self) -> int:
+        """How many members must answer for a sum; 0 before `join`."""
+        return self._threshold
+
     def join(self, channels: Mapping[int, bytes], threshold: int) -> None:
         """Take part with these members.
 
@@ -189,7 +194,7 @@ class Member:
         }
         return kept.sealed
 
-    def mask(self, use: bytes, inbox: Sealed, words: Words) -> Words:
+    def mask(self, use: bytes, inbox: Sealed, words: Words, view: bytes = b"") -> Words:
         """Return the masked vector (phase 2).
 
         Args:
@@ -197,13 +202,15 @@ class Member:
             inbox: By sender, the encrypted shares of phase 1 for this member; masks are agreed with
                 these senders.
             words: The vector as ring elements.
+            view: A digest of what the vector answers. Masks of members who were told different
+                things do not cancel.
 
         Raises:
             Refused: If this use has masked another vector: two with the same masks would tell their
                 difference.
         """
         kept = self._use(use)
-        digest = _digest(words, inbox)
+        digest = _digest(words, inbox, view)
         if kept.masked is not None:
             if digest != kept.masked[0]:
                 raise Refused("This use has masked another vector.")
@@ -216,7 +223,7 @@ class Member:
             raise Refused("The shares do not have this member's own.")
         total = words + stream(kept.own, len(words))
         for other in sorted(others):
-            mask = stream(agreed(kept.key, kept.adverts[other], use), len(words))
+            mask = stream(agreed(kept.key, kept.adverts[other], use + view), len(words))
             total = total + mask if other > self.number else total - mask
         kept.masked, kept.inbox = (digest, total), dict(inbox)
         return total
@@ -276,6 +283,7 @@ class Collector:
         adverts: The public keys of phase 0.
         sealed: By sender, what phase 1 gave.
         masked: By member, the masked vectors of phase 2.
+        view: The digest of what they answer.
     """
 
     use: bytes
@@ -283,6 +291,7 @@ class Collector:
     adverts: dict[int, bytes]
     sealed: dict[int, Sealed] = dataclasses.field(default_factory=dict)
     masked: dict[int, Words] = dataclasses.field(default_factory=dict)
+    view: bytes = b""
 
     def inbox(self, member: int) -> Sealed:
         """Return the encrypted shares for a member."""
@@ -314,7 +323,7 @@ class Collector:
             if key.public_key().public_bytes_raw() != self.adverts[member]:
                 raise Refused(f"The shares of member {member} do not give its key.")
             for other in there:
-                mask = stream(agreed(key, self.adverts[other], self.use), length)
+                mask = stream(agreed(key, self.adverts[other], self.use + self.view), length)
                 # what `other` added or subtracted for this member
                 total = total - mask if member > other else total + mask
         return total
@@ -322,7 +331,10 @@ class Collector:
 
 def agreed(own: X25519PrivateKey, other: bytes, purpose: bytes) -> bytes:
     """Return the key that two members agree on for a purpose."""
-    secret = own.exchange(X25519PublicKey.from_public_bytes(other))
+    try:
+        secret = own.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:  # of another length, or a point with which everyone agrees on zero
+        raise Refused("A public key is not valid.") from None
     return HKDF(hashes.SHA256(), 32, None, b"fedsolve secure sum " + purpose).derive(secret)
 
 
@@ -338,9 +350,9 @@ def _nonce(use: bytes, sender: int, receiver: int) -> bytes:
     return hashlib.sha256(text).digest()[:12]
 
 
-def _digest(words: Words, inbox: Sealed) -> bytes:
+def _digest(words: Words, inbox: Sealed, view: bytes) -> bytes:
     """Return a digest of what a member was given to mask."""
-    digest = hashlib.sha256(words.tobytes())
+    digest = hashlib.sha256(hashlib.sha256(view).digest() + words.tobytes())
     for sender, sealed in sorted(inbox.items()):
         digest.update(sender.to_bytes(4, "big") + sealed)
     return digest.digest()

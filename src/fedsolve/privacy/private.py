@@ -27,6 +27,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from scipy.stats import norm
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.participating import Participating
@@ -153,7 +154,12 @@ class Private(eqx.Module):
         return cls(epsilon=epsilon, delta=delta, rounds=rounds, participants=participants, **others)
 
     def plan(
-        self, problem: Problem, algorithm: Algorithm, rounds: int, evaluate_every: int = 1
+        self,
+        problem: Problem,
+        algorithm: Algorithm,
+        rounds: int,
+        evaluate_every: int = 1,
+        clients: int | None = None,
     ) -> Plan:
         """Return what this means for a run: its noise, what a round costs, how many rounds fit.
 
@@ -162,6 +168,8 @@ class Private(eqx.Module):
             algorithm: The algorithm.
             rounds: The rounds of the run.
             evaluate_every: The rounds between two evaluations.
+            clients: The number of clients of a deployment, where it may be known who takes part,
+                and every answer leaves its site, in one sum; None for a simulation.
 
         Returns:
             The plan.
@@ -169,14 +177,18 @@ class Private(eqx.Module):
         Raises:
             InvalidInput: If the algorithm is not covered, or the budget allows no round.
         """
-        delta = self._delta(problem)
+        delta = self._delta(problem.n if clients is None else clients)
         if problem.averages_state:
             raise InvalidInput(
                 "The state of the loss, which the server averages, is not covered by privacy: give "
                 'the problem buffers="frozen".'
             )
-        names, record = _releases(self, problem, algorithm)
-        sampling = _sampling(algorithm, problem, record)
+        names, record = _releases(self, problem, algorithm, clients)
+        if clients is None:
+            sampling = _sampling(algorithm, problem, record)
+        else:
+            names = Counter(exchange.method for exchange in record.exchanges)
+            sampling = _all_known(algorithm, clients)
         if self.participants is not None and self.participants != round(sampling.expected):
             raise InvalidInput(
                 f"Noise is planned for {self.participants} participants, and a round has "
@@ -222,8 +234,7 @@ class Private(eqx.Module):
         rule = NoisySums(clips, noise, _size(sampling), self.evaluation == "private")
         return Plan(rule, Ledger(found), affordable, noise, sampling)
 
-    def _delta(self, problem: Problem) -> float:
-        n = problem.n
+    def _delta(self, n: int) -> float:
         delta = n**-1.1 if self.delta is None else float(self.delta)
         if delta >= 1 / n:
             raise InvalidInput(
@@ -258,6 +269,24 @@ class Plan:
             name: The exchange, such as `"measure"` for the constraint's values.
         """
         return self.noise[name] * float(self.rule.clips[name]) / self.sampling.expected
+
+    def margin(self, name: str = "measure", confidence: float = 0.95) -> float:
+        """Return a bound on the noise of an exchange's mean in all rounds of the run at once.
+
+        FedSGM reduces the objective in rounds with Ĝ ≤ τ. With this confidence the constraint's
+        mean over clients, of values within the clip, is at most τ + margin in all of these; for a
+        convex constraint and everyone in the cohort, so is g at the mean of their parameters.
+
+        Args:
+            name: The exchange; its replies are single numbers.
+            confidence: The probability with which the bound holds.
+
+        Raises:
+            InvalidInput: If the confidence is no probability between 0 and 1.
+        """
+        if not 0 < confidence < 1:
+            raise InvalidInput(f"confidence must lie between 0 and 1, got {confidence}.")
+        return self.deviation(name) * float(norm.isf((1 - confidence) / self.rounds))
 
 
 class NoisySums(Rule):
@@ -341,14 +370,14 @@ def _size(sampling: Sampling) -> float | None:
 
 
 def _releases(
-    private: Private, problem: Problem, algorithm: Algorithm
+    private: Private, problem: Problem, algorithm: Algorithm, clients: int | None = None
 ) -> tuple[Counter[str], RoundRecord]:
     """Return how many sums of each exchange a round computes; raise if it does more."""
     clips = private.clip if isinstance(private.clip, dict) else {}
     default = None if isinstance(private.clip, dict) else private.clip
     probe = NoisySums(dict(clips), {}, None, False, default)
-    shapes = jax.eval_shape(lambda: State.start(problem, algorithm, jax.random.key(0)))
-    record = record_round(problem, algorithm, shapes, RoundOptions(privacy=probe))
+    shapes = jax.eval_shape(lambda: State.start(problem, algorithm, jax.random.key(0), clients))
+    record = record_round(problem, algorithm, shapes, RoundOptions(privacy=probe), clients)
     return Counter(record.releases), record
 
 
@@ -372,6 +401,11 @@ def _sampling(algorithm: Algorithm, problem: Problem, record: RoundRecord) -> Sa
             return Sampling("fixed", n, float(chosen.count))
         if isinstance(chosen, Poisson) and record.asks_some:
             return Sampling("poisson", n, float(chosen.rate) * n)
+    return _all_known(algorithm, n)
+
+
+def _all_known(algorithm: Algorithm, n: int) -> Sampling:
+    """Return what it means that it may be known who takes part."""
     if isinstance(algorithm, Participating) and algorithm.selecting.size is not None:
         return Sampling("none", n, float(min(algorithm.selecting.size, n)))
     return Sampling("none", n, float(n))

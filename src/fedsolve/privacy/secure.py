@@ -10,23 +10,25 @@ are counted.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from fedsolve.compression.clipping import Scaled, dense, is_packet
 from fedsolve.compression.packets import Packet, Sparse
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
-from fedsolve.federation.rules import Context, Rule, Weights, sums_only
+from fedsolve.federation.rules import Context, Rule, Summed, Total, Weights, sums_only
 from fedsolve.fields import Scalar, check_positive, scalar, static
-from fedsolve.privacy.encoding import check_threshold, costs
+from fedsolve.privacy.encoding import LEAST_MEMBERS, Words, check_threshold, costs
 from fedsolve.types import Flags, PyTree, Reply
 
 LARGEST = 2.0**31 * (1 - 1e-6)  # of a sum; the margin is for rounding
+CLIP = 100.0
 
 
 class SecureSum(Rule):
@@ -38,7 +40,8 @@ class SecureSum(Rule):
     Args:
         clip: The largest norm of an answer: a number, or one for each exchange by the name of the
             client's method (`"evaluation"` for objective and constraint).
-        threshold: The share of a cohort that must answer, more than 1/2.
+        threshold: The share of a cohort (in a deployment, of its sites) that must answer, more than
+            1/2.
 
     Example:
         >>> import fedsolve as fs
@@ -48,7 +51,11 @@ class SecureSum(Rule):
         2
     """
 
-    clip: Scalar | dict[str, Scalar] = eqx.field(converter=lambda value: _clips(value))
+    hides: ClassVar[bool] = True
+
+    clip: Scalar | dict[str, Scalar] = eqx.field(
+        converter=lambda value: _clips(value), default=CLIP
+    )
     threshold: float = static(2 / 3)
 
     def __check_init__(self):
@@ -73,7 +80,7 @@ class SecureSum(Rule):
 
     def needed(self, size: int) -> int:
         """Return how many of a cohort must answer."""
-        return max(math.ceil(self.threshold * size - 1e-9), size // 2 + 1)
+        return max(math.ceil(self.threshold * size - 1e-9), size // 2 + 1, LEAST_MEMBERS)
 
     def arriving(self, arrived: Flags) -> Flags:
         needed = self.needed(len(arrived))
@@ -82,21 +89,48 @@ class SecureSum(Rule):
         return arrived & (jnp.sum(arrived) >= needed)
 
     def cost(self, replies: Reply, size: int) -> tuple[int, int]:
-        words = sum(math.prod(np.shape(leaf)[1:]) for leaf in jax.tree.leaves(_dense(replies)))
+        rows = replies.words if isinstance(replies, Summed) else _dense(replies)
+        words = sum(math.prod(np.shape(leaf)[1:]) for leaf in jax.tree.leaves(rows))
         return costs(size, words)
+
+    def bound(self, name: str, size: int) -> Float[Array, ""]:
+        """Return the largest number that a sum over a cohort can have."""
+        return size * jnp.asarray(self.clip_of(name), jnp.result_type(float))
+
+    def scale(self, name: str, size: int) -> Float[Array, ""]:
+        """Return the scale of the encoding where all answers of a cohort have the same weight."""
+        return (LARGEST - size) / self.bound(name, size)
+
+    def words(self, name: str, rows: PyTree, size: int, threshold: int) -> Words:
+        """Return the sum of some clients' answers as ring elements, as a site masks it.
+
+        Args:
+            name: The exchange.
+            rows: The dense answers, stacked on a leading axis.
+            size: The number of clients of the whole cohort.
+            threshold: How many sites are in the sum at least.
+        """
+        return np.asarray(words_of(rows, self.scale(name, size)))
 
     def receive(self, replies: Replies, context: Context) -> Replies:
         name, size = context.name, len(replies.arrived)
         check_threshold(self.needed(size), size)
+        heard = jnp.asarray(replies.arrived)
+        why = (
+            f"The algorithm looks at single answers of {name!r}, which a secure sum hides: take an "
+            "algorithm and a weighting that use sums only (weighting=None, uniform draws)."
+        )
+        if isinstance(replies.values, Summed):
+            return sums_only(replies, why, self._of_total(replies.values, heard, name))
         _check_dense(replies.values, name)
-        rows, heard = _dense(replies.values), jnp.asarray(replies.arrived)
+        rows = _dense(replies.values)
         clip = jnp.asarray(self.clip_of(name), jnp.result_type(float))
 
         def total(weights: Weights, mean: bool) -> PyTree:
             given = jnp.ones(size) if weights is None else weights
             most = jnp.max(jnp.abs(given))
             bound = clip * jnp.where(most > 0, most, 1)
-            scale = LARGEST / (size * bound)
+            scale = (LARGEST - size) / (size * bound)
             found = jax.tree.map(lambda leaf: ring_sum(leaf, given, heard, scale), rows)
             if not mean:
                 return found
@@ -104,11 +138,23 @@ class SecureSum(Rule):
             over = jnp.where(over > 0, over, 1)
             return jax.tree.map(lambda leaf: leaf / over.astype(leaf.dtype), found)
 
-        why = (
-            f"The algorithm looks at single answers of {name!r}, which a secure sum hides: take an "
-            "algorithm and a weighting that use sums only (weighting=None, uniform draws)."
-        )
         return sums_only(replies, why, total)
+
+    def _of_total(self, known: Summed, heard: Flags, name: str) -> Total:
+        """Return what reads a sum that the clients have computed among themselves."""
+
+        def total(weights: Weights, mean: bool) -> PyTree:
+            if weights is not None:
+                raise InvalidInput(
+                    f"The algorithm gives the answers of {name!r} weights, and a deployment's "
+                    "secure sum counts all of them alike: take an algorithm and a weighting "
+                    "without weights."
+                )
+            scale = self.scale(name, len(heard))
+            over = jnp.maximum(jnp.sum(heard), 1) if mean else 1
+            return jax.tree.map(lambda words: decoded(words[0], scale) / over, known.words)
+
+        return total
 
 
 def ring_sum(
@@ -120,9 +166,44 @@ def ring_sum(
     """Return Σ weights_j · rows_j over those heard, computed in the ring modulo 2^32."""
     shape = -1, *[1] * (rows.ndim - 1)
     terms = jnp.where(heard.reshape(shape), rows * weights.reshape(shape).astype(rows.dtype), 0)
-    words = jnp.rint(terms * scale.astype(rows.dtype)).astype(jnp.int32).astype(jnp.uint32)
-    whole = jnp.sum(words, axis=0, dtype=jnp.uint32).astype(jnp.int32)
-    return whole.astype(rows.dtype) / scale.astype(rows.dtype)
+    whole = jnp.sum(encoded(terms, scale), axis=0, dtype=jnp.uint32)
+    return decoded(whole, scale.astype(rows.dtype))
+
+
+def encoded(rows: Float[Array, "..."], scale: Float[Array, ""]) -> UInt32[Array, "..."]:
+    """Return numbers as elements of the ring."""
+    return jnp.rint(rows * scale.astype(rows.dtype)).astype(jnp.int32).astype(jnp.uint32)
+
+
+def decoded(words: UInt32[Array, "..."], scale: Float[Array, ""]) -> Float[Array, "..."]:
+    """Return the numbers that elements of the ring stand for."""
+    return words.astype(jnp.int32).astype(scale.dtype) / scale
+
+
+@jax.jit
+def words_of(rows: PyTree, scale: Float[Array, ""]) -> UInt32[Array, " words"]:
+    """Return the sum of some clients' dense answers in the ring, as one vector."""
+    parts = [
+        jnp.sum(encoded(leaf, scale), axis=0, dtype=jnp.uint32).reshape(-1)
+        for leaf in jax.tree.leaves(rows)
+    ]
+    return jnp.concatenate(parts)
+
+
+def dense_shapes(reply: Reply) -> PyTree:
+    """Return the shapes of an answer in its dense form, given those of the answer."""
+    return jax.eval_shape(dense, reply)
+
+
+def unflattened(words: UInt32[np.ndarray, " words"], template: PyTree) -> PyTree:
+    """Return a vector of ring elements in the form of a tree, with a leading axis of 1."""
+    leaves, structure = jax.tree.flatten(template)
+    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
+    parts = np.split(words, ends)
+    return jax.tree.unflatten(
+        structure,
+        [part.reshape(1, *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)],
+    )
 
 
 def _dense(replies: Reply) -> PyTree:

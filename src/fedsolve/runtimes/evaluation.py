@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.clipping import limit
 from fedsolve.compression.packets import weighted_sum
 from fedsolve.errors import InvalidInput
-from fedsolve.federation.options import RoundOptions
+from fedsolve.federation.options import RoundOptions, lowest_clip
 from fedsolve.federation.replies import Replies
 from fedsolve.federation.rules import EVALUATION, Context, Draw, Rule
 from fedsolve.federation.state import AT_EVALUATION, SeedWords, State, noise_of
@@ -144,32 +147,46 @@ def evaluate_state(
 
 
 class Through(eqx.Module):
-    """A rule through which the clients' values of one evaluation go."""
+    """The rules through which the clients' values of one evaluation go."""
 
-    rule: Rule
+    rules: tuple[Rule, ...]
     seed: SeedWords
     round: Round
 
     @classmethod
     def of(cls, options: RoundOptions, state: State) -> Through | None:
-        """Return the rule for an evaluation in that state, if there is one."""
-        rules = [rule for rule in options.rules if rule.covers_evaluation()]
-        return cls(rules[0], state.seed, state.round) if rules else None
+        """Return the rules for an evaluation in that state, if there are any."""
+        rules = tuple(rule for rule in options.rules if rule.covers_evaluation())
+        return cls(rules, state.seed, state.round) if rules else None
 
     def replies(self, values: Values) -> dict[str, Replies]:
         """Return each quantity, of which only sums and means can be had."""
-        clip, draw = self.rule.clip_of(EVALUATION), self.draw()
         found: dict[str, Replies] = {}
-        for name, own in values.items():
-            if clip is not None:
-                own = jax.vmap(lambda reply: limit(reply, clip))(own)
-            heard = Replies(own, np.ones(len(values["objective"]), bool))
-            found[name] = self.rule.receive(heard, Context(EVALUATION, draw, lambda name: None))
+        context = Context(EVALUATION, self.draw(), lambda name: None)
+        for name, heard in self.heard(values).items():
+            for rule in self.rules:
+                heard = rule.receive(heard, context)
+            found[name] = heard
         return found
+
+    def heard(self, values: Values) -> dict[str, Replies]:
+        """Return what the first rule gets."""
+        limited = values_limited(self.rules, values)
+        arrived = np.ones(len(values["objective"]), bool)
+        return {name: Replies(own, arrived) for name, own in limited.items()}
 
     def draw(self) -> Draw:
         """Return what draws the noise."""
         return noise_of(self.seed, self.round, AT_EVALUATION)
+
+
+def values_limited(rules: Sequence[Rule], values: Values) -> Values:
+    """Return clients' values, each scaled to the norm that rules allow in an evaluation."""
+    clip = lowest_clip(rules, EVALUATION)
+    if clip is None:
+        return values
+    limited = jax.vmap(functools.partial(limit, bound=clip))
+    return {name: limited(own) for name, own in values.items()}
 
 
 def combined(

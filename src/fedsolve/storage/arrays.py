@@ -27,6 +27,8 @@ WORDS = {dtype: word for word, dtype in TYPES.items()}
 class Refused(Exception):
     """Raised for bytes that are not what was expected; the message says why."""
 
+    spent = False  # whether an answer was refused as the question has had its answer
+
 
 def encode(head: Table, arrays: dict[str, PyTree]) -> bytes:
     """Encode a head, and trees of arrays by name. Each array is copied once."""

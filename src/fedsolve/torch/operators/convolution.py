@@ -139,7 +139,7 @@ def _windows(
 
 def _pooled(x: Tensor | Last, count: int, pool: Callable[[Tensor], Tensor]) -> Tensor | Last:
     """Apply a function of maps with channels last to a batch of images, or to one image."""
-    if count == 2 and (isinstance(x, Last) or x.ndim == 4):
+    if isinstance(x, Last) or (count == 2 and x.ndim == 4):
         return Last(pool(last(x)))
     batch = x.ndim == count + 2
     maps = jnp.moveaxis(x if batch else x[None], 1, -1)
