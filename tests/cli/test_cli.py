@@ -97,9 +97,10 @@ def test_variants_and_seeds_are_one_tidy_history(fedsolve, tmp_path):
     status, out, _ = fedsolve("run", "fedsgm-figure-1", "--rounds", 4, "--out", "x")
     assert status == 0
     history = rows(tmp_path / "x/history.csv")
-    assert len(history) == 2 * 3 * 4
+    variants = ("hard", "soft, β = 40", "soft, β = 80", "soft, β = 120")
+    assert len(history) == 4 * 3 * 4
     assert {(row["variant"], row["seed"]) for row in history} == {
-        (variant, seed) for variant in ("hard", "soft") for seed in "012"
+        (variant, seed) for variant in variants for seed in "012"
     }
     assert out.count("hard") == 3
 

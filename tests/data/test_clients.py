@@ -267,7 +267,7 @@ WRONG = {
     "shape": (lambda: [Pairs([ONES, torch.ones(2)])], r"Sample 1 of client 0 has the shape \(2,\)"),
     "shape of clients": (
         lambda: [Pairs([ONES]), Pairs([torch.ones(2)])],
-        r"client 0 in its data are \(3,\) of float32, those of client 1 \(2,\)",
+        r"its data of client 0 has shape \(3,\), its data of client 1 has shape \(2,\)",
     ),
     "type": (
         lambda: [Pairs([(ONES, 1), (ONES, 2.0)])],

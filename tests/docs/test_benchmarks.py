@@ -67,6 +67,7 @@ NEEDS = {
     "peers/run.py --work torch": "torch",
 }
 ELSEWHERE = {
+    "batched.py": "the others import it",
     "cluster/ray_job.py": "it needs Ray",
     "peers/bare_scan.py": "peers/run.py starts it",
     "peers/cifar_ours.py": "peers/run.py starts it",

@@ -1,5 +1,7 @@
 """The command line in tests."""
 
+import logging
+import os
 import sys
 import time
 
@@ -13,6 +15,7 @@ def fedsolve(monkeypatch, capsys, tmp_path):
     """Runs a command in an empty folder: (exit status, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "_exit", sys.exit)  # by which `deploy` ends its process
 
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["fedsolve", *map(str, words)])
@@ -21,7 +24,8 @@ def fedsolve(monkeypatch, capsys, tmp_path):
         captured = capsys.readouterr()
         return end.value.code or 0, captured.out, captured.err
 
-    return call
+    yield call
+    logging.disable(logging.NOTSET)
 
 
 def newest(folder):

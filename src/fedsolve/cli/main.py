@@ -398,8 +398,8 @@ def predict(
 ) -> None:
     """Predict the rows of a new table by a finished run."""
     from fedsolve.data.table_files import Source, data_of
-    from fedsolve.experiments.predict import predict as predicted
-    from fedsolve.experiments.predict import write_csv
+    from fedsolve.experiments.prediction import predict as predicted
+    from fedsolve.experiments.prediction import write_csv
 
     source = None if data is None else Source.of(data_of(data))
     found = predicted(folder, table, run_name, model, source)

@@ -152,7 +152,7 @@ class NearFedADMM(eqx.Module):
 
     Example:
         >>> import fedsolve as fs
-        >>> problem = fs.problems.linear_regression(clients=4, size=3)
+        >>> problem = fs.problems.linear_regression(clients=4, size=20)
         >>> type(fs.NearFedADMM(accuracy=1e-3).of(problem)).__name__
         'Reached'
     """
