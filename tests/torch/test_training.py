@@ -219,7 +219,8 @@ def run_on(runtime, problem, algorithm, tmp_path, seed=0):
 def test_random_loops_give_the_same_numbers_everywhere(tmp_path):
     problem = fs.torch.training(perceptron(nn.Dropout(0.3)), shuffled, arrays(), loss)
     algorithm = fs.FedAvg(1.0, participants=4)
-    common = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    # Not Python's: the tests' type checks draw from it which items of a list they look at.
+    common = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
     first = run_on("compiled", problem, algorithm, tmp_path)
     for runtime in ("compiled", "debug", "streamed", "deployed"):
         again = run_on(runtime, problem, algorithm, tmp_path)
@@ -229,8 +230,7 @@ def test_random_loops_give_the_same_numbers_everywhere(tmp_path):
     other = run_on("compiled", problem, algorithm, tmp_path, seed=1)
     assert not np.allclose(other.params["0.weight"], first.params["0.weight"], atol=1e-4)
     assert torch.get_rng_state().equal(common[0])
-    assert random.getstate() == common[1]
-    assert np.random.get_state()[1].tolist() == common[2]  # noqa: NPY002
+    assert np.random.get_state()[1].tolist() == common[1]  # noqa: NPY002
 
 
 def test_a_loop_that_draws_only_later_gives_the_same_numbers():

@@ -37,6 +37,7 @@ class Trainer:
         own: Those that are trained and stay on the client; None for none.
         changed: The buffers that are sent with them.
         datasets: The clients' Datasets, if they have any.
+        like: One client's data as they were given: JAX narrows whole numbers, and they come back.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Trainer:
         own: Sequence[str] | None,
         changed: Sequence[str],
         datasets: Datasets | None,
+        like: PyTree,
     ):
         if not callable(train):
             raise InvalidInput(f"{name} must be a function of (module, data, key), got {train!r}.")
         self.name, self.train, self.network = name, train, network
         self.names, self.shared = list(names), set(names if shared is None else shared)
         self.trained = self.shared | set(own or ())
-        self.changed, self.datasets = tuple(changed), datasets
+        self.changed, self.datasets, self.like = tuple(changed), datasets, like
         self.draws = False  # whether it was seen to draw random numbers of PyTorch
         self._lock, self._unseeded = threading.Lock(), 0  # clients that run without a seed now
         self._common = torch.get_rng_state()  # PyTorch's state before the first of them
@@ -168,10 +170,12 @@ class Trainer:
             return self.datasets.of(data, mask, order)
         real = real_samples(Samples(data, mask, order).gathered().values, mask)
 
-        def tensor(array: Host) -> torch.Tensor:
-            return torch.from_numpy(np.array(array, dtype if array.dtype.kind == "f" else None))
+        def tensor(array: Host, given: Host) -> torch.Tensor:
+            return torch.from_numpy(
+                np.array(array, dtype if given.dtype.kind == "f" else given.dtype)
+            )
 
-        seen = jax.tree.map(tensor, real)
+        seen = jax.tree.map(tensor, real, self.like)
         return seen[ENTRY] if isinstance(seen, dict) and list(seen) == [ENTRY] else seen
 
     def _corrected(

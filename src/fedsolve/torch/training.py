@@ -180,12 +180,13 @@ def _with_training(
     layout, params = problem.layout, problem.params
     shared, own = layout.names(params), layout.names(params, PERSONAL)
     changed = tuple(sorted(problem.state or {}))
+    one = jax.tree.map(lambda leaf: np.asarray(leaf[0]), problem.samples)
+    given = network, sorted(params), shared, own, changed, datasets, one.values
     trainers = [
-        Trainer(name, function, network, sorted(params), shared, own, changed, datasets)
+        Trainer(name, function, *given)
         for name, function in (("train", train), ("train_constraint", train_constraint))
         if function is not None
     ]
-    one = jax.tree.map(lambda leaf: np.asarray(leaf[0]), problem.samples)
     for trainer in trainers:
         trainer.check(problem.params, one, problem.buffers)
     return problem.with_objective(Trained(problem.given[0], trainers))
