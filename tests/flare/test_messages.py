@@ -167,7 +167,7 @@ def test_a_site_refuses_games_that_are_not_its_own(tmp_path, kind):
         else fs.FedAvg(0.1, weighting=fs.Strategic(game, 1.0))
     )
     for samples, total, expected in (
-        (6, 4, "the game has 5 players, and the sites 4 clients"),
+        (6, 4, "the game has 5 players, the sites 4 clients"),
         (4, 5, "Client 3 has 4 samples, and the upper bound of its contribution is 6."),
         (6, 5, ""),
     ):

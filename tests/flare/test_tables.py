@@ -3,6 +3,7 @@
 import json
 import tomllib
 
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
@@ -198,7 +199,7 @@ def test_an_owner_sees_its_held_out_rows(tmp_path):
     seen = HeldOut(held, 40, said.append, np.dtype("float32"))
     w = np.linspace(-1, 1, problem.dimension).astype(np.float32)
     for round in [*range(1, 8), 7, 7, 39, 40, 40]:
-        seen(round, w)
+        seen(round, jnp.asarray(w))
     assert [int(line.split(",")[0].split()[1]) for line in said] == [2, 4, 6, 40]
     params = problem.params_at(w)
     scores = data["x"] @ np.asarray(params.weight)[0] + float(params.bias[0])

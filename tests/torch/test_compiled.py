@@ -216,9 +216,10 @@ def test_two_dropouts_of_a_step_differ():
 
 
 def test_noise_differs_between_clients_steps_and_samples_and_follows_the_seed():
+    torch.manual_seed(0)  # a network for which the step is not too large
     problem = compiled(dropout(), clients(), local_mean)
     histories = [
-        fs.solve(problem, fs.FedAvg(0.1, local_steps=2), rounds=3, seed=seed).params["0.weight"]
+        fs.solve(problem, fs.FedAvg(0.02, local_steps=2), rounds=3, seed=seed).params["0.weight"]
         for seed in (0, 0, 1)
     ]
     np.testing.assert_array_equal(histories[0], histories[1])

@@ -17,6 +17,7 @@ from fedsolve.problems.fairness import accuracy
 from fedsolve.problems.tables import CoxLoss, TabularLoss
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import client_values, combined
+from fedsolve.runtimes.history import FIRST
 from fedsolve.types import Info, Vector
 
 LINES = 20  # of a run, and one for its last round
@@ -45,7 +46,9 @@ class HeldOut:
             return
         self._last = round
         found = self._values(jnp.asarray(w))
-        facts = [f"{name} {float(value):.4g}" for name, value in found.items()]
+        order = [name for name in FIRST if name in found]
+        names = dict.fromkeys([*order, *found])
+        facts = [f"{name} {float(found[name]):.4g}" for name in names]
         self._say(f"round {round}, {self._rows} held-out rows here: {', '.join(facts)}")
 
 
