@@ -194,7 +194,7 @@ def test_minibatches_are_augmented_and_evaluations_are_not(tiny):
 @examples.needs_data("cifar10")
 @pytest.mark.parametrize("name", ["PPBC", "MOON"])
 def test_federated_training_lowers_the_loss(tiny, name):
-    local = {"local_steps": 20, "local_optimizer": fs.Adam(3e-3)}
+    local = {"local_steps": 20, "local_optimizer": fs.Adam(1e-3)}
     three = fs.participation.Top(3)
     algorithm = {
         "PPBC": fs.PPBC(1.0, weighting="BANT", select_epoch=three, epoch_length=2, **local),

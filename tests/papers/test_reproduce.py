@@ -1,7 +1,6 @@
 """`fedsolve reproduce`: the catalogue, runs from the command line, the page of results."""
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import json
@@ -224,13 +223,15 @@ def test_experiments_are_joined_and_those_without_data_left_out(tmp_path, monkey
     names = [row["variant"] for row in summary["numbers"]["fedadmm-figure-2"]]
     assert [name.partition(":")[0] for name in names] == ["FedADMM"] * 2 + ["FedADMM, (30)"] * 2
 
-    @functools.wraps(fs.problems.linear_regression)
-    def missing(*_, **__):
+    def missing(*_):
         raise fs.InvalidInput("no such data.")
 
-    monkeypatch.setitem(kinds.PROBLEMS, "linear_regression", missing)
-    with pytest.warns(UserWarning, match="fedadmm-figure-2-rule is left out: no such data"):
+    monkeypatch.setattr(config.Experiment, "cell", missing)
+    with pytest.warns(UserWarning) as told:
         left = reproduce.plan(dataclasses.replace(entry, optional=pair))
+    assert [str(each.message) for each in told] == [
+        f"{name} is left out: no such data." for name in pair
+    ]
     assert not left
 
 

@@ -1,5 +1,6 @@
 """Training loops of the user's own as the local work of clients."""
 
+import copy
 import importlib
 import random
 import threading
@@ -147,7 +148,7 @@ def test_corrections_are_added_once_for_gradients_of_several_batches():
 
 def test_a_returned_module_counts_and_a_server_step_is_taken():
     def train(module, data, key):
-        other = perceptron().to(next(module.parameters()).dtype)
+        other = copy.deepcopy(module)
         with torch.no_grad():
             for mine, theirs in zip(other.parameters(), module.parameters(), strict=True):
                 mine.copy_(theirs + 1)
