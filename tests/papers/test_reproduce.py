@@ -227,7 +227,7 @@ def test_experiments_are_joined_and_those_without_data_left_out(tmp_path, monkey
         raise fs.InvalidInput("no such data.")
 
     monkeypatch.setattr(config.Experiment, "cell", missing)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="is left out: no such data") as told:
         left = reproduce.plan(dataclasses.replace(entry, optional=pair))
     assert [str(each.message) for each in told] == [
         f"{name} is left out: no such data." for name in pair
