@@ -38,7 +38,7 @@ Cell = tuple[dict[str, object], Algorithm, int, int]  # settings, algorithm, see
 
 def sweep(
     problem: Problem | Sequence[Problem],
-    algorithm: Algorithm | Sequence[Algorithm] | Mapping[str, Algorithm],
+    algorithm: Algorithm | Sequence[object] | Mapping[str, Algorithm],
     rounds: int,
     seeds: Iterable[int] = (0,),
     *,
@@ -220,21 +220,23 @@ def _advance_all(
 
 
 def _by_name(
-    given: Algorithm | Sequence[Algorithm] | Mapping[str, Algorithm],
+    given: Algorithm | Sequence[object] | Mapping[str, Algorithm],
 ) -> list[tuple[dict[str, object], Algorithm]]:
     """Return each algorithm with its name among several, as a setting; of one, no setting."""
     if isinstance(given, Algorithm):
         return [({}, given)]
     if isinstance(given, Mapping):
         return [({"algorithm": name}, each) for name, each in given.items()]
-    if not isinstance(given, Sequence) or not all(isinstance(each, Algorithm) for each in given):
+    several = given if isinstance(given, Sequence) else [given]
+    algorithms = [each for each in several if isinstance(each, Algorithm)]
+    if len(algorithms) < len(several):
         raise InvalidInput(f"algorithm is an algorithm, or several in a list, got {given!r}.")
     names = [type(each).__name__ for each in given]
     numbered = [
         name if names.count(name) == 1 else f"{name} {names[: at + 1].count(name)}"
         for at, name in enumerate(names)
     ]
-    return [({"algorithm": n}, each) for n, each in zip(numbered, given, strict=True)]
+    return [({"algorithm": n}, each) for n, each in zip(numbered, algorithms, strict=True)]
 
 
 def _combinations(
