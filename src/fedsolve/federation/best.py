@@ -17,6 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from fedsolve.fields import Scalar
@@ -76,6 +77,8 @@ class Best(eqx.Module):
         is_better = (self.round == 0) | jnp.where(feasible == self.feasible, fuller, feasible)
         is_better = is_better & jnp.isfinite(f) & jnp.isfinite(g) & counts
         other = Best(w, jnp.asarray(round, jnp.int32), f, g, feasible, complete, buffers)
+        if not isinstance(is_better, Tracer):  # `cond` would compile a program for it
+            return other if bool(is_better) else self
         return lax.cond(is_better, lambda a, b: a, lambda a, b: b, other, self)
 
 
