@@ -1,7 +1,6 @@
 """FedADMM's problems: Example 5.1 as written, Example 5.2 dense and sparse."""
 
 import bz2
-import os
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 
 import fedsolve as fs
 from fedsolve.runtimes.evaluation import client_values
+from tests.support import examples
 
 CSR = pytest.importorskip("scipy.sparse").csr_matrix
 
@@ -136,7 +136,7 @@ def test_bad_data_raise(tmp_path, make, sentence):
         make(tmp_path)
 
 
-@pytest.mark.skipif("FEDSOLVE_DATA" not in os.environ, reason="needs the QSAR data")
+@examples.needs_data("qsar_oral_toxicity")
 def test_example_5_2_on_qsar():
     problem = fs.problems.logistic(clients=50)
     assert (problem.n, problem.size) == (50, 1024)

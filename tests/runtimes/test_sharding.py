@@ -40,11 +40,11 @@ def two(tmp_path):
     """Starts two processes of a run; ends those that are left."""
     running = []
 
-    def begin(rounds):
+    def begin(rounds, patience=LIMIT):  # seconds until JAX calls a silent process lost
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        pair = [start(2, "process", i, port, tmp_path, rounds) for i in (0, 1)]
+        pair = [start(2, "process", i, port, tmp_path, rounds, patience) for i in (0, 1)]
         running.extend(pair)
         return pair
 
@@ -78,7 +78,7 @@ def agree_with_one(folder, rounds):
 @pytest.mark.slow  # where a collective hangs, it takes JAX its heartbeat's time to notice
 def test_two_processes_survive_the_loss_of_one(two, tmp_path):
     file = tmp_path / "checkpoint"
-    staying, lost = two(rounds=1_000_000)
+    staying, lost = two(rounds=1_000_000, patience=10)
     patience = time.monotonic() + LIMIT
     while not (tmp_path / "checkpoint.before").exists() and time.monotonic() < patience:
         time.sleep(0.1)

@@ -13,3 +13,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 # Most of the tests' time is compiling, and LLVM's part of it serves programs that run for longer.
 # As users compile: JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Data from the folder beside the checkout, and never from the cache of whoever runs the tests.
+data = Path(__file__).parents[3] / "shared" / "data"
+if data.is_dir():
+    os.environ.setdefault("FEDSOLVE_DATA", str(data))
+os.environ["XDG_CACHE_HOME"] = str(programs.with_name("cache"))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import fedsolve as fs
+from tests.support import environment
 
-DATA = Path(os.environ.get("FEDSOLVE_DATA", Path(__file__).parents[3] / "shared" / "data"))
+DATA = Path(os.environ.get("FEDSOLVE_DATA", environment.data))
 
 
 def needs_data(name, file=None):

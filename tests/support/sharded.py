@@ -1,7 +1,7 @@
 """Runs over devices and processes; started by `runtimes/test_sharding.py` with the devices forced.
 
 python -m tests.support.sharded devices          all checks on this process's devices
-python -m tests.support.sharded process I PORT FOLDER ROUNDS    process I of two
+python -m tests.support.sharded process I PORT FOLDER ROUNDS PATIENCE    process I of two
 """
 
 import os
@@ -69,9 +69,10 @@ def on_devices():
     print("all well", flush=True)
 
 
-def in_process(index, port, folder, rounds):
+def in_process(index, port, folder, rounds, patience):
     """One of two processes of a run that keeps a checkpoint."""
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, heartbeat_timeout_seconds=10)
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, 2, index, heartbeat_timeout_seconds=patience)
     _, problem, algorithm, _ = next(cases())
     file = f"{folder}/checkpoint"
     resume = file if checkpoints.exists(Path(file)) else None
@@ -93,4 +94,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "devices":
         on_devices()
     else:
-        in_process(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+        index, port, folder, *numbers = sys.argv[2:]
+        in_process(int(index), int(port), folder, *map(int, numbers))
