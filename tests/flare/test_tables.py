@@ -11,12 +11,14 @@ import tomli_w
 
 import fedsolve as fs
 from fedsolve.experiments.config import resolve
+from fedsolve.flare.limits import Limits
 from fedsolve.flare.preprocessing import Tables, fitted_by, tables_in
 from fedsolve.flare.site_checks import checks
 from fedsolve.flare.site_config import site_problem
 from fedsolve.problems.tables import owners_files, preprocessing_of
-from tests.support import hospitals
+from tests.support import examples, hospitals
 from tests.support.commands import fedsolve  # noqa: F401
+from tests.support.in_process import Wires, deploy
 
 CITIES = ("east", "north", "south", "west")
 
@@ -131,14 +133,21 @@ def test_means_of_a_deployment_are_those_of_the_simulation(tmp_path):
 def test_the_files_of_local_sites(tmp_path):
     config = tomllib.loads(four_sites(tmp_path).read_text())
     own = Tables(config).local_sites(4)
-    assert [each["path"] for each in own] == [
+    assert [each["data"]["path"] for each in own] == [
         [str(tmp_path / "hospitals" / city / "patients.csv")] for city in CITIES
     ]
-    assert own[3]["columns"]["age"] == "Alter"
+    assert own[3]["data"]["columns"]["age"] == "Alter"
+    assert own[0]["limits"] == {"samples": 5, "words": True}
+    (tmp_path / "hospitals/east/site.toml").open("a").write(
+        "[limits]\nsamples = 2\nwords = false\n"
+    )
+    own = Tables(config).local_sites(4)
+    assert [each["limits"]["samples"] for each in own] == [2, 5, 5, 5]
+    assert not own[0]["limits"]["words"]
     with pytest.raises(fs.InvalidInput, match="has 4 sites; use --local 4"):
         Tables(config).local_sites(2)
     config["problem"]["folder"] = str(tmp_path / "data")
-    assert [len(each["path"]) for each in Tables(config).local_sites(3)] == [1, 1, 2]
+    assert [len(each["data"]["path"]) for each in Tables(config).local_sites(3)] == [1, 1, 2]
     del config["problem"]["folder"]
     with pytest.raises(fs.InvalidInput, match=r"--local needs problem\.folder"):
         Tables(config).local_sites(3)
@@ -159,7 +168,7 @@ def test_a_check_has_one_line_for_each_thing(tmp_path, monkeypatch):
     found = {line.name: line for line in checks(kit, owners, config)}
     assert all(line.fits for line in found.values()), found
     names = "certificate server version site file schema types words ranges missing values"
-    assert " ".join(found) == f"{names} classes data"
+    assert " ".join(found) == f"{names} classes sums data"
     assert found["schema"].text.startswith("6 columns, 35 rows in 1 file(s), ")
     table = pd.read_csv(tmp_path / "data/hospital-3.csv", keep_default_na=False)
     died = (table["died"] == "yes").sum()
@@ -208,8 +217,46 @@ def test_an_owner_sees_its_held_out_rows(tmp_path):
     right = ((scores > 0) == (data["y"] == 1)).mean()
     expected = f"{rows} held-out rows here: objective {f:.4g}, accuracy {right:.4g}"
     assert said[-1] == f"round 40, {expected}"
+    # they may be sent if the owner says so, rounded, and not of few rows
+    assert seen(40, jnp.asarray(w)) is None
+    few = Limits(samples=rows + 1)
+    assert HeldOut(held, 40, said.append, np.dtype("float32"), few)(40, jnp.asarray(w)) is None
+    sends = HeldOut(held, 40, said.append, np.dtype("float32"), Limits(digits=2))
+    assert sends(3, jnp.asarray(w)) is None
+    sent = sends(4, jnp.asarray(w))
+    assert sent == sends(4, jnp.asarray(w))
+    values = {"objective": float(f"{f:.1e}"), "accuracy": float(f"{right:.1e}")}
+    assert sent == {"round": 4, "rows": rows, "values": pytest.approx(values)}
     owners.write_text(owners.read_text().replace("test = 0.2\n", ""))
     assert held_out_rows(problem, owners) is None
+
+
+def test_a_coordinator_sees_who_is_ready_and_what_owners_allow(tmp_path, monkeypatch):
+    """A line before the first round; values on held-out rows of the one site that sends them."""
+    problem, algorithm, log = examples.least_squares(), fs.FedAvg(0.1), []
+
+    class Sends(Wires):
+        def start(self, site):
+            super().start(site)
+            if site == "site-2":
+                values = {"objective": 0.25, "accuracy": 0.5}
+                self.shares[site]._seen = lambda round, w: {
+                    "round": int(round),
+                    "rows": 7,
+                    "values": values,
+                }
+            if site == "site-3":  # something else in that place is not believed
+                self.shares[site]._seen = lambda round, w: {"round": 1, "rows": 2, "values": {}}
+
+    wires = Sends(problem, algorithm, tmp_path)
+    wires.lose = lambda site, number: "reply lost" if site == "site-4" else ""
+    _, link = deploy(problem, algorithm, wires, tmp_path / "server", 2, log=log)
+    ready = "ready: site-1 (2 clients), site-2 (1 client), site-3 (2 clients); not ready: site-4 ("
+    assert next(line for line in log if line.startswith("ready")).startswith(ready)
+    assert "site-2: round 1, 7 held-out rows: objective 0.25, accuracy 0.5" in log
+    record = link.participation.sites
+    assert record["site-2"]["held_out"]["round"] == 2
+    assert not any("held_out" in record[site] for site in ("site-1", "site-3"))
 
 
 @pytest.mark.slow  # a server and four sites

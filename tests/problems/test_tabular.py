@@ -339,7 +339,7 @@ def test_dates_are_days(tmp_path):
         ({"features": {}}, "features takes a table"),
         ({"features": {"a": {"kind": "text"}}}, "features.a needs a kind: numeric, date, categ"),
         ({"features": {"a": {"kind": "numeric", "unit": "m"}}}, "features.a has no key 'unit'"),
-        ({"features": {"a": {"kind": "numeric", "missing": "median"}}}, "takes a number"),
+        ({"features": {"a": {"kind": "numeric", "missing": "mode"}}}, "takes a number"),
         ({"features": {"a": {"kind": "numeric", "least": 2, "most": 1}}}, "is above"),
         ({"features": {"a": {"kind": "binary", "values": ["x"]}}}, "takes two words"),
         ({"features": {"a": {"kind": "categorical"}}}, "takes a list of different words"),
@@ -369,6 +369,6 @@ def test_the_page_on_tables_works(tmp_path, monkeypatch):
     table = tomllib.loads(experiment)
     ready = fs.experiments.resolve("tables", table)
     assert ready.cells[""][0].n == 2
-    assert ready.resolved["problem"]["features"] == table["problem"]["features"]
+    assert ready.resolved["problem"]["features"] == table["schema"]["features"]
     (tmp_path / "site.toml").write_text(site)
     check_data(tmp_path / "site.toml")

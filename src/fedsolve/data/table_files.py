@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fedsolve.errors import InvalidInput
+from fedsolve.fields import check_count
 from fedsolve.types import Table
 
 if TYPE_CHECKING:
@@ -28,16 +29,21 @@ if TYPE_CHECKING:
 
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null")
 PARTS = ("train", "test", "all")
+SAMPLES = 5  # the least rows behind what leaves a site, if its owner says nothing else
 TABLES = ("csv", "parquet", "arrow")  # loaders of tables
+
+
+def read_toml(path: Path) -> Table:
+    """Return a site's file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInput(f"Cannot read {path}: {error}.") from error
 
 
 def data_of(path: Path) -> Table:
     """Return the table [data] of a site's file."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidInput(f"Cannot read {path}: {error}.") from error
-    data = table.get("data")
+    data = read_toml(path).get("data")
     if not isinstance(data, dict):
         raise InvalidInput(f"{path}: there is no table [data].")
     return data
@@ -77,6 +83,9 @@ class Source:
         key: The site's own columns, such as a patient's number, that decide which rows are held
             out; empty for all columns. Rows of equal keys go to the same part, whatever other
             rows there are.
+        samples: The least rows behind a category, or behind a part of a histogram, that this site
+            sends (`samples` under `[limits]`).
+        sends_words: Whether it sends categories at all (`words` under `[limits]`).
     """
 
     separator: str = ","
@@ -86,6 +95,18 @@ class Source:
     own: Mapping[str, Column] = dataclasses.field(default_factory=dict)
     test: float = 0.0
     key: tuple[str, ...] = ()
+    samples: int = SAMPLES
+    sends_words: bool = True
+
+    @classmethod
+    def of_site(cls, path: Path) -> Source:
+        """Return what a site's file says in [data] and [limits]."""
+        limits = read_toml(path).get("limits", {})
+        samples, words = limits.get("samples", SAMPLES), limits.get("words", True)
+        check_count("limits.samples", samples)
+        if not isinstance(words, bool):
+            raise InvalidInput("limits.words takes true or false.")
+        return dataclasses.replace(cls.of(data_of(path)), samples=samples, sends_words=words)
 
     @classmethod
     def of(cls, table: Table) -> Source:

@@ -52,7 +52,8 @@ PARTS_OF_RUN: dict[str, Mapping[str, Callable[..., object]]] = {
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
 DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience", "alarms")
 ALARMS = ("refuse", "note")  # what a server does about answers out of all proportion
-SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
+SCHEMA_KEYS = ("features", "label", "group")  # of [schema], in place of [problem]
+SECTIONS = ("title", "schema", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
 class Cells(Mapping[str, tuple[Problem, Algorithm]]):
@@ -179,9 +180,24 @@ def read(name: str | Path) -> Table:
         check_known(name, names(), "experiment")
         path = resources.files("fedsolve.experiments") / "configs" / f"{name}.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _with_schema(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{name} is not valid TOML: {error}.") from error
+
+
+def _with_schema(config: Table) -> Table:
+    """Return the configuration with the keys of [schema] where the problem takes them."""
+    if "schema" not in config:
+        return config
+    schema, problem = _table(config, "schema", ""), _table(config, "problem", "")
+    for key in schema:
+        check_known(key, SCHEMA_KEYS, "key", "schema.")
+        if key in problem:
+            raise InvalidInput(f"schema.{key} and problem.{key} say the same: leave out one.")
+    if problem.get("kind") != "tabular":
+        raise InvalidInput('The table [schema] is for problem.kind = "tabular".')
+    rest = {key: value for key, value in config.items() if key != "schema"}
+    return rest | {"problem": problem | schema}
 
 
 def override(config: Table, assignment: str) -> Table:
@@ -256,6 +272,7 @@ def _described(config: Table, allowed: Allowed) -> tuple[dict[str, _Cell], Table
     """Return what describes each variant, the configuration with all defaults, [run], the seeds."""
     for key in config:
         check_known(key, SECTIONS, "key", "")
+    config = _with_schema(config)
     run, seeds = _run_table(config)
     variants = _table(config, "variants", "") if "variants" in config else {"": {}}
     builder = _Builder(run["rounds"], seeds[0] if run.get("instances", False) else None, allowed)

@@ -1,4 +1,7 @@
-"""A site's own numbers on its held-out rows, for its owner's console. They are not sent."""
+"""A site's own numbers on its held-out rows, for its owner's console.
+
+They are sent to the coordinator only if the owner says so: `held_out = true` under `[limits]`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 
 from fedsolve.data.table_files import TABLES, Source, files_of
 from fedsolve.errors import InvalidInput
+from fedsolve.flare.limits import Limits
 from fedsolve.flare.site_config import read_owners_file
 from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import counts
@@ -18,7 +22,7 @@ from fedsolve.problems.tables import CoxLoss, TabularLoss
 from fedsolve.runtimes.compilation import prepared
 from fedsolve.runtimes.evaluation import client_values, combined
 from fedsolve.runtimes.history import FIRST
-from fedsolve.types import Info, Vector
+from fedsolve.types import Info, Table, Vector
 
 LINES = 20  # of a run, and one for its last round
 
@@ -31,25 +35,62 @@ class HeldOut:
         rounds: The number of rounds of the run.
         say: Called with a line for the owner.
         dtype: The type of numbers.
+        limits: The owner's limits, if the values may be sent; None if not.
     """
 
     def __init__(
-        self, problem: Problem, rounds: int, say: Callable[[str], None], dtype: np.dtype | None
+        self,
+        problem: Problem,
+        rounds: int,
+        say: Callable[[str], None],
+        dtype: np.dtype | None,
+        limits: Limits | None = None,
     ):
+        self._limits, self._sent = limits, None
         self._rounds, self._every, self._say = rounds, max(rounds // LINES, 1), say
         self._rows, self._last = int(sum(np.asarray(counts(problem.samples)))), 0
         self._values = prepared(_values, problem.on_device(dtype))
 
-    def __call__(self, round: int, w: Vector) -> None:
-        """Tell the owner about the parameters after a round, once."""
-        if round == self._last or (round % self._every and round != self._rounds):
-            return
+    def __call__(self, round: int, w: Vector) -> Table | None:
+        """Tell the owner about the parameters after a round, once; return what may be sent."""
+        if round == self._last:
+            return self._sent
+        if round % self._every and round != self._rounds:
+            return None
         self._last = round
         found = self._values(jnp.asarray(w))
         order = [name for name in FIRST if name in found]
-        names = dict.fromkeys([*order, *found])
-        facts = [f"{name} {float(found[name]):.4g}" for name in names]
-        self._say(f"round {round}, {self._rows} held-out rows here: {', '.join(facts)}")
+        values = {name: float(found[name]) for name in dict.fromkeys([*order, *found])}
+        self._say(text_of({"round": round, "rows": self._rows, "values": values}, " here"))
+        self._sent = None
+        if self._limits is not None and self._rows >= self._limits.samples:
+            rounded = {k: float(self._limits.rounded(np.asarray(v))) for k, v in values.items()}
+            self._sent = {"round": round, "rows": self._rows, "values": rounded}
+        return self._sent
+
+
+def text_of(found: Table, where: str = "") -> str:
+    """Return a line about values on held-out rows."""
+    facts = [f"{name} {value:.4g}" for name, value in found["values"].items()]
+    return f"round {found['round']}, {found['rows']} held-out rows{where}: {', '.join(facts)}"
+
+
+def is_held_out(found: object) -> bool:
+    """Return whether something that a site sent has the form of values on held-out rows."""
+    if not isinstance(found, dict) or found.keys() != {"round", "rows", "values"}:
+        return False
+    values = found["values"]
+    return (
+        type(found["round"]) is int
+        and type(found["rows"]) is int
+        and isinstance(values, dict)
+        and 0 < len(values) <= len(SENT)
+        and values.keys() <= {*SENT}
+        and all(type(value) is float for value in values.values())
+    )
+
+
+SENT = ("objective", "constraint", "accuracy")
 
 
 def _values(problem: Problem, w: Vector) -> Info:

@@ -209,7 +209,8 @@ class SiteJob:
             precision, seen = options.get("precision"), None
             if held is not None:
                 with precision_of(precision) as dtype:
-                    seen = HeldOut(held, options["rounds"], self._show, dtype)
+                    shown = limits if limits.held_out else None
+                    seen = HeldOut(held, options["rounds"], self._show, dtype, shown)
             rule = options.get("aggregation")
             secure = rule if isinstance(rule, SecureSum) else None
             clients = SiteClients(

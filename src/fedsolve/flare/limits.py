@@ -3,7 +3,9 @@
 Written in `site.toml`; these are the defaults:
 
     [limits]
-    samples = 5             # least samples of a client that takes part
+    samples = 5             # least samples of a client, and behind a category or count of a table
+    words = true            # whether the categories of a table's rows may be sent
+    held_out = false        # whether the coordinator sees the values on this site's held-out rows
     evaluations = 10000     # evaluations of f and g in one run
     digits = 6              # significant digits of the values of f and g that are reported
     memory = 8.0            # GiB that building a job's problem may take
@@ -31,6 +33,7 @@ import jax
 import numpy as np
 import psutil
 
+from fedsolve.data.table_files import SAMPLES
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import Experiment, settings_of
 from fedsolve.fields import check_count, check_positive, scalar
@@ -48,7 +51,9 @@ LOG_SIZE = 10_000_000  # bytes of a log, after which it becomes the older one
 class Limits:
     """The owner's limits."""
 
-    samples: int = 5
+    samples: int = SAMPLES
+    words: bool = True
+    held_out: bool = False
     evaluations: int = 10_000
     digits: int = 6
     memory: float = 8.0
@@ -72,8 +77,9 @@ class Limits:
             if name in table:
                 given[name] = scalar(f"limits.{name}")(table[name])
                 check_positive(f"limits.{name}", given[name])
-        if not isinstance(table.get("secure", False), bool):
-            raise InvalidInput("limits.secure takes true or false.")
+        for name in ("secure", "words", "held_out"):
+            if not isinstance(table.get(name, False), bool):
+                raise InvalidInput(f"limits.{name} takes true or false.")
         names = given.get("problems")
         if names is not None:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -35,7 +35,7 @@ from fedsolve.types import Table
 
 SERVER = "localhost"
 # All data are on this machine, and results are to be those of the simulation.
-NO_LIMITS = f"\n[limits]\nsamples = 1\nevaluations = {10**9}\ndigits = {EXACT}\nseconds = 1e6\n"
+NO_LIMITS = {"samples": 1, "evaluations": 10**9, "digits": EXACT, "seconds": 1e6}
 RUN = "local"  # the name of the only run of `deploy_local`
 
 
@@ -69,13 +69,13 @@ def local_federation(
     sites: int,
     tell: Tell,
     allow: Sequence[str] = (),
-    data: Sequence[Table] | None = None,
+    owned: Sequence[Table] | None = None,
 ) -> Iterator[LocalFederation]:
     """Start a server and sites with new certificates; remove all processes and files at the end.
 
-    The problem's own clients are distributed over the sites in order, unless `data` has the table
-    [data] of each site. Jobs may use the names in
-    `allow` beside what comes with Fedsolve.
+    The problem's own clients are distributed over the sites in order, unless `owned` has the
+    tables [data] and [limits] of each site. Jobs may use the names in `allow` beside what comes
+    with Fedsolve.
     """
     names = [f"site-{number + 1}" for number in range(sites)]
     ends = [clients * number // sites for number in range(sites + 1)]
@@ -85,15 +85,15 @@ def local_federation(
             tell({"note": "making certificates"})
             kits = make_kits(folder / "kits", SERVER, free_port(), names)
             tell({"note": f"starting a server and {sites} sites"})
-            allowed = tomli_w.dumps({"allow": {"problems": list(allow)}})
-            owned = kits[SERVER] / "owner.toml"
-            owned.write_text(allowed, encoding="utf-8")
-            started[SERVER] = start_server(kits[SERVER], owned)
-            if data is None:
-                data = [{"share": [a, b - a]} for a, b in itertools.pairwise(ends)]
-            for name, own in zip(names, data, strict=True):
-                file = kits[name] / "site.toml"
-                text = tomli_w.dumps({"data": own}) + "\n" + allowed + NO_LIMITS
+            allowed = {"allow": {"problems": list(allow)}}
+            servers = kits[SERVER] / "owner.toml"
+            servers.write_text(tomli_w.dumps(allowed), encoding="utf-8")
+            started[SERVER] = start_server(kits[SERVER], servers)
+            if owned is None:
+                owned = [{"data": {"share": [a, b - a]}} for a, b in itertools.pairwise(ends)]
+            for name, own in zip(names, owned, strict=True):
+                file, limits = kits[name] / "site.toml", NO_LIMITS | own.get("limits", {})
+                text = tomli_w.dumps(own | allowed | {"limits": limits})
                 file.write_text(text, encoding="utf-8")
                 started[name] = start_site(kits[name], file)
             admin = Admin(kits[ADMIN])

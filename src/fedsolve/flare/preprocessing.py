@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedsolve.data.preprocessing import Preprocessing
-from fedsolve.data.table_files import data_of, files_of
-from fedsolve.data.tables import Schema
+from fedsolve.data.schema import Schema
+from fedsolve.data.table_files import Source, data_of, files_of
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import with_key
 from fedsolve.problems.table_sums import fitted_at
@@ -53,7 +53,7 @@ class Tables(NamedTuple):
 
     def sums(self) -> Table | None:
         """Return the configuration that adds up sites' numbers; None if none are to be added."""
-        if self.is_fitted or not self.schema.numbers:
+        if self.is_fitted or not self.schema.is_exchanged:
             return None
         schema = {k: self.config["problem"][k] for k in SCHEMA if k in self.config["problem"]}
         return {
@@ -64,21 +64,27 @@ class Tables(NamedTuple):
         }
 
     def local_sites(self, sites: int) -> list[Table]:
-        """Return [data] of each site of a federation on this machine, from the folder's files."""
+        """Return [data] and [limits] of each site of a federation on this machine.
+
+        Of the owners' limits it has those that decide what is found of all rows together.
+        """
         folder = self.config["problem"].get("folder")
         if folder is None:
             raise InvalidInput("--local needs problem.folder, with the sites' files.")
         if owned := owners_files(folder):
             if len(owned) != sites:
                 raise InvalidInput(f"{folder} has {len(owned)} sites; use --local {len(owned)}.")
-            return [data_of(path) | {"path": _absolute(files_of(path))} for path in owned]
+            return [
+                _site(data_of(path) | {"path": _absolute(files_of(path))}, Source.of_site(path))
+                for path in owned
+            ]
         files = files_in(folder)
         if not 1 <= sites <= len(files):
             raise InvalidInput(f"Cannot distribute {len(files)} files over {sites} sites.")
         ends = [len(files) * number // sites for number in range(sites + 1)]
         test = self.config["problem"].get("test", 0.0)
         return [
-            {"loader": "csv", "path": _absolute(files[first:end]), "test": test}
+            _site({"loader": "csv", "path": _absolute(files[first:end]), "test": test}, Source())
             for first, end in itertools.pairwise(ends)
         ]
 
@@ -88,6 +94,11 @@ def tables_in(config: Table) -> Tables | None:
     problem = config.get("problem")
     is_tabular = isinstance(problem, dict) and problem.get("kind") == "tabular"
     return Tables(config) if is_tabular else None
+
+
+def _site(data: Table, source: Source) -> Table:
+    limits = {"samples": source.samples, "words": source.sends_words}
+    return {"data": data, "limits": limits}
 
 
 def _absolute(files: list[Path]) -> list[str]:
@@ -102,4 +113,4 @@ def fitted_by(run: Run, record: Table) -> Table:
         raise InvalidInput(
             f"Means and deviations need all sites, and {away} did not answer; start it again."
         )
-    return fitted_at(run.problem, run.params)
+    return fitted_at(run.problem, run.params, int(heard[0]))

@@ -14,6 +14,7 @@ from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.rules import Rule
 from fedsolve.flare.alarms import REFUSE, Alarm, Alarms, digests_of, norms_of
+from fedsolve.flare.held_out import is_held_out, text_of
 from fedsolve.flare.participation import Participation
 from fedsolve.flare.protocol import Protocol, protocol, version
 from fedsolve.flare.site import MOST_CLIENTS, START
@@ -143,6 +144,8 @@ class Roster:
                 del found[site]
             new = []
         self._check_ready(found, first)
+        if first:
+            self._log(self._readiness(found))
         self.participation.expect(new)
         for site in new:
             known[site] = (self.clients, found[site])
@@ -158,6 +161,13 @@ class Roster:
             text = "no site is ready" if not ready else f"{len(ready)} sites are ready"
             why = f"{text} of {len(expected)}, and {needed} must be{self._whys(expected)}"
             raise TooFew(why, self._silent & expected)
+
+    def _readiness(self, ready: Mapping[str, int]) -> str:
+        """Return who is ready before the first round, and who is not and why."""
+        told = [f"{site} ({n} client{'s' * (n != 1)})" for site, n in sorted(ready.items())]
+        away = sorted(self.participation.sites.keys() - ready.keys())
+        others = f"; not ready: {', '.join(away)}{self._whys(away)}" if away else ""
+        return f"ready: {', '.join(told)}{others}"
 
     def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
         hello = encode({"kind": "hello", "total": total, "version": version()}, {})
@@ -204,6 +214,7 @@ class Roster:
             try:
                 if wish is not None:
                     self._take_values(site, arrays, wish[2])
+                    self._take_held_out(site, head)
                 if site not in wanted:
                     continue
                 if (head.get("round"), head.get("exchange")) != (round, number):
@@ -343,8 +354,9 @@ class Roster:
         most = self.clients * size_of(template)
         everyone = self._evaluations(round)
         heads = {site: everyone[site] for site in sites}
-        for site, (_, arrays) in self._deliver(heads, {}, w, most, {}).items():
+        for site, (head, arrays) in self._deliver(heads, {}, w, most, {}).items():
             self._take_values(site, arrays, template)
+            self._take_held_out(site, head)
         self._judge_values()
 
     def _evaluations(self, round: int) -> dict[str, dict]:
@@ -365,6 +377,15 @@ class Roster:
             self._no_values.pop(site, None)
         except Refused as refused:  # a reply that came with them may be sound
             self._no_values[site] = self._log_once(site, f"refused its values: {refused}")
+
+    def _take_held_out(self, site: str, head: Table) -> None:
+        """Note the values on a site's held-out rows, which its owner allows it to send."""
+        found = head.get("held_out")
+        record = self.participation.sites.get(site)
+        if record is None or not is_held_out(found) or record.get("held_out") == found:
+            return
+        record["held_out"] = found
+        self._log(f"{site}: {text_of(found)}")
 
     def publish(self, kind: int, packet: Packet, whole: int) -> None:
         """Remember a publication, as long as sending it can be cheaper than sending w."""

@@ -75,7 +75,8 @@ class SiteClients:
         say: Called with a sentence for this machine's owner if a question is refused, or if the
             answer cannot be used.
         guard: The owner's limits; None for none.
-        seen: Called with a round that is evaluated, and the parameters.
+        seen: Called with a round that is evaluated, and the parameters; returns what this site's
+            owner allows to be sent about it, if anything.
         aggregation: The secure sum in which answers leave; None where they leave as they are.
         terms: Those of a private run, in which this site adds noise.
         identity: What this site signs its keys for secure sums with.
@@ -90,13 +91,14 @@ class SiteClients:
         precision: str | None = None,
         say: Callable[[str], None] = lambda sentence: None,
         guard: Guard | None = None,
-        seen: Callable[[int, Vector], None] | None = None,
+        seen: Callable[[int, Vector], Table | None] | None = None,
         *,
         aggregation: SecureSum | None = None,
         terms: Terms | None = None,
         identity: Identity | None = None,
     ):
         self._say, self._guard, self._seen = say, guard, seen
+        self._held_out: Table | None = None  # values of the newest evaluation that may be sent
         self._rule, self._terms = aggregation, terms
         self._lock = threading.Lock()
         self._game = game_of(algorithm)
@@ -164,7 +166,8 @@ class SiteClients:
                 self._settle(_whole(head, "round"), head.get("settled"))
             if self._sums is not None:
                 return self._masked_values(self._sums, head, arrays)
-            return encode({"status": "ok"}, self._values(head, "round", arrays))
+            values = self._values(head, "round", arrays)
+            return encode({"status": "ok"} | self._shared(), values)
         return self._ask(head, arrays)
 
     def _note(self, head: Table, answer: str) -> None:
@@ -221,8 +224,12 @@ class SiteClients:
         values = self._evaluate(jnp.asarray(self._w), self._seed, *at, state, memory)
         self._check_finite("the objective or the constraint", values)
         if self._seen is not None:
-            self._seen(round, jnp.asarray(self._w))
+            self._held_out = self._seen(round, jnp.asarray(self._w))
         return {"values": values if self._guard is None else self._guard.values(values)}
+
+    def _shared(self) -> Table:
+        """Return what this site tells about its held-out rows."""
+        return {} if self._held_out is None else {"held_out": self._held_out}
 
     def _masked_values(self, sums: SiteSums, head: Table, arrays: dict[str, np.ndarray]) -> bytes:
         """Return the sum of the clients' values at w, masked."""
@@ -288,6 +295,7 @@ class SiteClients:
         told = {"status": "ok", "round": round, "exchange": number, "moved": moves}
         values = {} if look is None else self._values(head, "look", seen)
         if self._sums is None:
+            told |= {} if look is None else self._shared()
             answer = encode(told, {"reply": reply} | values)
         else:
             members, size = self._sums.named(head)

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import psutil
 
+from fedsolve.data.schema import Schema
 from fedsolve.data.table_files import TABLES, Source, files_of, held_out, read_rows
-from fedsolve.data.tables import Issue, Schema, read_table
+from fedsolve.data.tables import Issue, read_table
 from fedsolve.errors import InvalidInput
 from fedsolve.experiments.config import resolve
 from fedsolve.flare.kit_checks import (
@@ -59,6 +60,8 @@ def checks(kit: Path, owners: Path, config: Table | None) -> Iterator[Line]:
     tables = None if config is None else tables_in(config)
     if tables is not None and data.get("loader") in TABLES:
         yield from _table_lines(owners, Source.of(data), tables.schema)
+        if (sums := tables.sums()) is not None:
+            yield _line("sums", lambda: _sums(owners, sums))
         config = tables.blank()
     if config is not None:
         yield _line("data", lambda: _memory(owners, config))
@@ -105,7 +108,8 @@ def _table_lines(owners: Path, source: Source, schema: Schema) -> Iterator[Line]
                     labels[schema.label.words[name]] += count
             for feature in schema.features:
                 values = columns[f"feature {feature.name}"]
-                empty = np.isnan(values) if feature.is_number else values < 0
+                gap = values == "" if feature.collects else values == -1
+                empty = np.isnan(values) if feature.is_number else gap
                 absent[feature.name] += int(empty.sum())
     except InvalidInput as error:
         yield Line("schema", False, str(error))
@@ -124,6 +128,15 @@ def _table_lines(owners: Path, source: Source, schema: Schema) -> Iterator[Line]
     counted = ", ".join(f"{word} {labels[word]}" for word in schema.label.words)
     both = all(labels[word] for word in schema.label.words)
     yield Line("classes", True, counted + ("" if both else ": only one class is here"))
+
+
+def _sums(owners: Path, config: Table) -> str:
+    """Compute the sums that leave the site before the first round, and say what they are."""
+    problem = resolve("sums", config).cells[""][0]
+    site_problem(problem, owners)
+    kinds = {"count": "means", "histogram": "histograms", "words": "categories"}
+    there = {name.split()[0] for name in problem.params}
+    return f"{', '.join(text for name, text in kinds.items() if name in there)} can be summed"
 
 
 def _examples(wrong: list[tuple[Path, Issue]]) -> str:

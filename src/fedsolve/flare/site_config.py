@@ -125,7 +125,7 @@ def load_clients(path: Path, problem: Problem | None = None, part: str = "train"
     reader = None if problem is None else problem.given[0]
     is_table = problem is None or loader == "csv" or isinstance(reader, TabularLoss | SumsLoss)
     if loader in TABLES and is_table:
-        return _load_tables(files_of(path), Source.of(data), problem, part)
+        return _load_tables(files_of(path), Source.of_site(path), problem, part)
     if loader in BY_SAMPLES:
         return _stacked(path, loader, _given(data))
     source = Path(path.parent, data["path"])

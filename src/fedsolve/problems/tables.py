@@ -20,8 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from fedsolve.data.preprocessing import Arrays, Preprocessing, fit
+from fedsolve.data.schema import Schema
 from fedsolve.data.table_files import TABLES, Source, data_of, files_of, held_out_part
-from fedsolve.data.tables import Schema, load_table
+from fedsolve.data.tables import load_table
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import check_count
 from fedsolve.problem.constraints import Constraint, Statistics
@@ -47,9 +48,9 @@ MODELS = ("logistic", "network", "cox")
 def tabular(
     features: dict[str, Table],
     label: Table,
-    group: Table | None = None,
+    group: Table | list[Table] | None = None,
     folder: str | Path | None = None,
-    fitted: dict[str, dict[str, float | int]] | None = None,
+    fitted: dict[str, Table] | None = None,
     model: str = "logistic",
     width: int = 16,
     depth: int = 1,
@@ -66,19 +67,22 @@ def tabular(
 
     Args:
         features: For each column that the model uses, a table with its `kind`: `"numeric"` (with
-            `least`, `most`, `units`), `"categorical"` (with `categories`), `"binary"` (with two
-            `values`, which become 0 and 1) or `"date"`; and what stands for a `missing` value: the
-            `"mean"` or a value, for categories also `"category"` (one of its own). Without it, a
-            missing value is an error.
+            `least`, `most`, `units`), `"categorical"` (with `categories`, or `"collect"` for those
+            that the sites have), `"binary"` (with two `values`, which become 0 and 1) or `"date"`;
+            and what stands for a `missing` value: the `"mean"`, the `"median"` or a value, for
+            categories also `"category"` (one of its own). Without it, a missing value is an error.
+            Numbers with `scaling = "quartiles"` are scaled by them. Median and quartiles are those
+            of a histogram of so many `bins` from `least` to `most`.
         label: A table with the `column`, and its words for `positive` and `negative`; for the model
             `"cox"` also the column of the `time` at which the event (`positive`) was seen, or at
             which a row was last seen without it.
         group: A table with the `column` of a sensitive group, and its words for `protected` and
-            `unprotected`; None for none.
+            `unprotected`, or its `categories`; a list of tables for several columns; None for none.
         folder: A folder with a CSV or Parquet file for each client, in the order of their names;
             or with the `site.toml` of each site, in it or in its folders, which name the sites' own
             files, columns, units and words. A deployment does not use it.
-        fitted: The `mean` and the `deviation` of each number; None to compute them from the files.
+        fitted: The `mean` and the `deviation` of each number, with `quartiles` where they are
+            used, and the collected `categories`; None to compute them from the files.
         model: `"logistic"` (logistic regression, from 0), `"network"`, or `"cox"` (Cox regression,
             from 0).
         width: The width of a network's hidden layers.
@@ -122,30 +126,22 @@ def tabular(
     if model == "cox" and constraint is not None:
         raise InvalidInput('Constraints are on decisions, which the model "cox" does not make.')
     part = held_out_part("test", test)
-    found = None if folder is None else [(site.tables(schema)) for site in sites_in(folder, part)]
-    tables = None if found is None else [table for site in found for table in site]
+    sites = [] if folder is None else sites_in(folder, part)
+    read = [(table, site.source) for site in sites for table in site.tables(schema)]
+    tables = [table for table, _ in read]
     if fitted is not None:
         preprocessing = Preprocessing.of(schema, fitted)
-    elif tables is not None:
-        preprocessing = Preprocessing.of(schema, fit(schema, tables))
+    elif sites:
+        sources = [source for _, source in read]
+        preprocessing = Preprocessing.of(schema, fit(schema, tables, sources))
     else:
         raise InvalidInput(
             "tabular needs a folder of CSV files, or `fitted`: the means and deviations that "
             "`fedsolve deploy` computes at the sites."
         )
-    if tables is None:
-        tables = [stand_in(schema)]
+    tables = tables or [stand_in(schema)]
     loss = (CoxLoss if model == "cox" else TabularLoss)(preprocessing)
-    held = (
-        []
-        if folder is None
-        else [
-            table
-            for site in sites_in(folder, part)
-            if site.source.test
-            for table in site.tables(schema, "test")
-        ]
-    )
+    held = [table for site in sites if site.source.test for table in site.tables(schema, "test")]
     held = [table for table in held if len(table["label"])]
     return Problem(
         objective=loss,
@@ -192,7 +188,7 @@ class Site:
 def sites_in(folder: str | Path, test: float = 0.0) -> list[Site]:
     """Return the sites of a folder by name: of `site.toml` files, or a site for each table."""
     if owned := owners_files(folder):
-        return [Site(files_of(path), Source.of(data_of(path))) for path in owned]
+        return [Site(files_of(path), Source.of_site(path)) for path in owned]
     return [Site([path], Source(test=test)) for path in files_in(folder)]
 
 
@@ -271,13 +267,11 @@ def _constraint(
     if not isinstance(name, str):
         if bound != 0:
             raise InvalidInput("bound is of a constraint without a table; give at_most in it.")
-        group = schema.group
-        columns = {} if group is None else {group.name: ("protected", group.words)}
-        return from_tables(name, columns)
+        return from_tables(name, schema.group_entries)
     if name not in CONSTRAINTS:
         known = " or ".join(f'"{each}"' for each in CONSTRAINTS)
         raise InvalidInput(f"constraint must be {known}, got {name!r}.")
-    if schema.group is None:
+    if "protected" not in [entry for entry, _ in schema.group_entries.values()]:
         raise InvalidInput(f"The constraint {name!r} is between two groups: give `group`.")
     if not 0 <= bound < 1:
         raise InvalidInput(
