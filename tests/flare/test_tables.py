@@ -138,9 +138,8 @@ def test_the_files_of_local_sites(tmp_path):
     ]
     assert own[3]["data"]["columns"]["age"] == "Alter"
     assert own[0]["limits"] == {"samples": 5, "words": True}
-    (tmp_path / "hospitals/east/site.toml").open("a").write(
-        "[limits]\nsamples = 2\nwords = false\n"
-    )
+    east = tmp_path / "hospitals/east/site.toml"
+    east.write_text(east.read_text() + "[limits]\nsamples = 2\nwords = false\n")
     own = Tables(config).local_sites(4)
     assert [each["limits"]["samples"] for each in own] == [2, 5, 5, 5]
     assert not own[0]["limits"]["words"]

@@ -60,7 +60,8 @@ class Tables(NamedTuple):
             "problem": {"kind": "tabular_sums", **schema},
             "algorithm": {"kind": "FedAvg", "step_size": 1.0},
             "run": {"rounds": 2, "precision": "float64"},
-            "deploy": self.config.get("deploy", {}) | {"quorum": 1.0},
+            # Sums grow with the rows of a site, so large ones are no reason to refuse it.
+            "deploy": self.config.get("deploy", {}) | {"quorum": 1.0, "alarms": "note"},
         }
 
     def local_sites(self, sites: int) -> list[Table]:
