@@ -177,15 +177,14 @@ def test_predictions_use_what_was_found(study, tmp_path):
     done = fs.experiments.run(resolve("study", study), out=tmp_path / "run")
     (tmp_path / "new.csv").write_text("age,stay,ward\n,10,never seen\n50,10,A\n")
     found = fs.experiments.predict(done.folder, tmp_path / "new.csv")
-    problem = resolve("x", study).cells[""][0]
-    low, median, high = preprocessing_of(problem).fitted["stay"]["quartiles"]
-    params = done.runs[""][0].best.params
-    names, x = preprocessing_of(problem).names, np.zeros((2, 10))
-    middle, fitted = preprocessing_of(problem).fitted["age"]["quartiles"][1], {}
-    fitted = preprocessing_of(problem).fitted["age"]
-    x[:, 0] = (np.array([middle, 50]) - fitted["mean"]) / fitted["deviation"]
+    preprocessing = preprocessing_of(done.runs[""][0].problem)
+    fitted, names, x = preprocessing.fitted, preprocessing.names, np.zeros((2, 10))
+    middle = fitted["age"]["quartiles"][1]
+    x[:, 0] = (np.array([middle, 50]) - fitted["age"]["mean"]) / fitted["age"]["deviation"]
+    low, median, high = fitted["stay"]["quartiles"]
     x[:, 1] = (10 - median) / (high - low)
     x[0, names.index("ward=(other)")] = x[1, names.index("ward=A")] = 1
+    params = done.runs[""][0].best.params
     score = x @ np.asarray(params.weight)[0] + float(params.bias[0])
     np.testing.assert_allclose(found["probability"], 1 / (1 + np.exp(-score)), rtol=1e-5)
 
@@ -198,15 +197,14 @@ def test_constraints_of_two_group_columns(study):
     problem = resolve("x", study).cells[""][0]
     parts = problem.constraint.parts
     assert [cell.key for cell in parts[1].cells] == ["coast", "hills", "plain"]
-    model = fs.solve(problem, fs.FedSGM(0.5, 0.01), rounds=3).params
+    run = fs.solve(problem, fs.FedSGM(0.5, 0.01), rounds=3)
     mask = np.asarray(problem.samples.mask)
     data = {k: np.asarray(v)[mask] for k, v in problem.samples.values.items()}
-    score = data["x"] @ np.asarray(model.weight)[0] + float(model.bias[0])
+    score = data["x"] @ np.asarray(run.params.weight)[0] + float(run.params.bias[0])
     loss = np.logaddexp(0, np.where(data["y"] == 1, -score, score))
     worst = max(loss[data["group_region"] == code].mean() for code in range(3))
-    got = fs.solve(problem, fs.FedSGM(0.5, 0.01), rounds=3).history
-    name = next(n for n in got if "group_loss" in n)
-    assert max(got[n][-1] for n in got if "group_loss" in n) == pytest.approx(worst, abs=1e-5), name
+    found = [run.history[name][-1] for name in run.history if "group_loss" in name]
+    assert max(found) == pytest.approx(worst, abs=1e-5)
     study["problem"]["constraint"] = {"kind": "group_loss", "group": "race", "at_most": 0.7}
     with pytest.raises(fs.InvalidInput, match="'race' is not a group of the data: 'sex', 'region'"):
         resolve("x", study)
