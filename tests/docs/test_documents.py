@@ -104,7 +104,15 @@ PAGES = {path.stem for path in (ROOT / "docs/tutorials").glob("*.md")}
 TUTORIALS = sorted(PAGES - OWN_TEST)
 
 
-@pytest.mark.parametrize("page", ["start", *(f"tutorials/{name}" for name in TUTORIALS)])
+LONG = {"selection", "payment"}  # more than five seconds
+
+
+def page_of(name):
+    marks = [pytest.mark.slow] if name in LONG else []
+    return pytest.param(f"tutorials/{name}", id=name, marks=marks)
+
+
+@pytest.mark.parametrize("page", ["start", *map(page_of, TUTORIALS)])
 def test_the_start_and_the_tutorials_work(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
