@@ -109,7 +109,7 @@ LONG = {"selection", "payment"}  # more than five seconds
 
 def page_of(name):
     marks = [pytest.mark.slow] if name in LONG else []
-    return pytest.param(f"tutorials/{name}", id=name, marks=marks)
+    return pytest.param(f"tutorials/{name}", id=f"tutorials/{name}", marks=marks)
 
 
 @pytest.mark.parametrize("page", ["start", *map(page_of, TUTORIALS)])
