@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fedsolve as fs
 from fedsolve.federation.replies import Replies
@@ -130,6 +131,9 @@ def test_maximum_is_the_largest_of_the_global_constraints_and_clients_descend_th
         gradient = client(problem, 2).constraint_grad(jnp.asarray(w), focus=focus)
         sign = 1 if np.argmax(parts) == 0 else -1
         np.testing.assert_allclose(gradient, sign * x[2, 0], rtol=1e-5)
+    # a key in the second place is not taken for the focus
+    with pytest.raises(TypeError, match="positional"):
+        client(problem, 2).constraint_grad(jnp.ones(3), jax.random.key(0))
 
 
 def test_fedsgm_satisfies_a_maximum_of_constraints():

@@ -64,9 +64,9 @@ class Number:
     def inputs(self, feature: Feature, values: np.ndarray) -> np.ndarray:
         """Fill missing values, and make the others comparable."""
         low, median, high = self.quartiles or (np.nan, np.nan, np.nan)
-        instead = {"mean": self.mean, "median": median, None: np.nan}.get(
-            feature.missing, feature.missing
-        )
+        own = {"mean": self.mean, "median": median}
+        instead = feature.missing
+        instead = instead if isinstance(instead, float) else own.get(str(instead), np.nan)
         values = np.where(np.isnan(values), instead, values)
         if feature.scaling == "quartiles":
             return (values - median) / (high - low if high > low else 1.0)
@@ -109,7 +109,7 @@ class Preprocessing:
         words: Fitted = {f.name: {"categories": list(f.words)} for f in self.schema.collected}
         return {name: number.table for name, number in self.numbers} | words
 
-    def to_json(self) -> dict[str, Table]:
+    def to_json(self) -> Table:
         """Return the schema, and what was found of the sites' rows, for `from_json`."""
         return {**self.schema.tables, "fitted": self.fitted}
 

@@ -252,11 +252,11 @@ class Schema:
         return made
 
     @property
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> Table:
         """The tables of an experiment that describe this schema."""
         label = {"column": self.label.name, "negative": self.label.words[0]}
         label |= {"positive": self.label.words[1]}
-        found: dict[str, Table] = {
+        found: Table = {
             "features": {feature.name: feature.table for feature in self.features},
             "label": label | ({"time": self.time.name} if self.time else {}),
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ def text_of(found: Table, where: str = "") -> str:
     return f"round {found['round']}, {found['rows']} held-out rows{where}: {', '.join(facts)}"
 
 
-def is_held_out(found: object) -> bool:
+def is_held_out(found: object) -> TypeGuard[Table]:
     """Return whether something that a site sent has the form of values on held-out rows."""
     if not isinstance(found, dict) or found.keys() != {"round", "rows", "values"}:
         return False

@@ -88,7 +88,8 @@ def fitted_at(problem: Problem, params: PyTree, clients: int | None = None) -> F
     words = collected_from(schema, found, problem.n if clients is None else clients)
     if not schema.numbers:
         return words
-    return fitted_from(schema, *(found[k] for k in ("count", "total", "square")), found) | words
+    count, total, square = (found[name] for name in ("count", "total", "square"))
+    return fitted_from(schema, count, total, square, found) | words
 
 
 LATER = ("square",)  # what is summed in the second round
