@@ -10,7 +10,7 @@ import tomli_w
 from sklearn.preprocessing import RobustScaler
 
 import fedsolve as fs
-from fedsolve.data.collected import MOST_WORDS, cells_of, words_in_cells, words_of
+from fedsolve.data.collected import MOST_WORDS, _alone, _row, cells_of, words_in_cells, words_of
 from fedsolve.data.histograms import histogram_of, quantiles_of
 from fedsolve.data.table_files import Source
 from fedsolve.experiments.config import resolve
@@ -226,6 +226,10 @@ def test_few_rows_are_joined(study):
         assert moved < 10 or len(values) < 5
     ties = histogram_of(np.array([1.0, 1, 9, 9]), 0.0, 10.0, 10, samples=1)
     assert quantiles_of(ties / 3, 0.0, 10.0, [0.5]) == [2.0]  # half of the rows are in the bin to 2
+    for n in range(2, 60):  # rounding does not push a tie beyond a gap
+        evenly = np.full(n, 1 / n)
+        halves = np.concatenate([evenly, np.zeros(3), evenly])
+        assert quantiles_of(halves, 0.0, 2.0 * n + 3, [0.5]) == [pytest.approx(n)]
 
 
 def test_words_come_out_of_sums():
@@ -243,6 +247,8 @@ def test_words_come_out_of_sums():
     with pytest.raises(fs.InvalidInput, match="at most 40 bytes"):
         words_of("ward", np.array(["long " * 10] * 5, object), 5)
     assert words_of("ward", np.array(["b", "a", "b", "", ""], object), 2) == ["b"]
+    assert _alone(3 * _row("bb")) == "bb"
+    assert _alone(_row("aa") + _row("cc")) is None  # their mean reads as "bb", but for the checksum
     with pytest.raises(fs.InvalidInput, match="No site has a category"):
         words_in_cells("ward", cells_of([]), 3)
     wrong = cells_of(["A"])
