@@ -152,6 +152,7 @@ def test_every_set_of_samples_counts():
         ({"digits": "all"}, "limits.digits must be a whole number"),
         ({"problems": "adult"}, "limits.problems takes a list"),
         ({"secure": "yes"}, "limits.secure takes true or false"),
+        ({"held_out": 1}, "limits.held_out takes true or false"),
         ({"epsilon": 0.0}, "limits.epsilon must be positive"),
         ([], "takes samples"),
     ],

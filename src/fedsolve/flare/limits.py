@@ -52,8 +52,6 @@ class Limits:
     """The owner's limits."""
 
     samples: int = SAMPLES
-    words: bool = True
-    held_out: bool = False
     evaluations: int = 10_000
     digits: int = 6
     memory: float = 8.0
@@ -61,6 +59,8 @@ class Limits:
     problems: tuple[str, ...] | None = None
     secure: bool = False
     epsilon: float | None = None
+    words: bool = True
+    held_out: bool = False
 
     @classmethod
     def of(cls, owners: Table) -> Limits:
