@@ -29,7 +29,14 @@ COVERED = (
 )
 FEW = ("SCAFFOLD",)
 MANY = [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in COVERED]
-LOOKING = ("FedAvg", "F3AST", "PPBC+", "FedSGM, who is wanted, drawn and up")
+LOOKING = (
+    "FedAvg",
+    "F3AST",
+    "PPBC+",
+    "FedSGM, who is wanted, drawn and up",
+    "IncentFedAvg",
+    "FedSGM, strategic",
+)
 
 
 @pytest.fixture(scope="module")

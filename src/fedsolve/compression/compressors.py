@@ -12,7 +12,7 @@ Biased contractive compressors need error feedback (error_feedback.py); unbiased
     Identity      v                                           v                q = 1, ω = 0
     TopK          the K entries of largest magnitude          indices, values  q = K/d
     RandK         K uniform entries, times d/K                indices, values  ω = d/K − 1
-                  (unscaled if unbiased=False)                                 q = K/d
+                  (unscaled if unbiased=False; without indices if shared=True) q = K/d
     Float16, 8, 4 the nearest codewords to v / max|v|         max|v|, codes    q by worst case
     QSGD          ‖v‖ sign(v) ξ/s, ξ is s|v|/‖v‖ rounded      ‖v‖, codes       ω = min(d/s², √d/s)
     Compose       TopK or RandK, kept values compressed       indices, packet  q = q₁q₂
@@ -30,7 +30,7 @@ import functools
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -40,7 +40,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped, UInt
 
-from fedsolve.compression.packets import Dense, Packet, Sparse
+from fedsolve.compression.packets import Common, Dense, Packet, Sparse
 from fedsolve.errors import InvalidInput
 
 Value = TypeVar("Value")
@@ -60,6 +60,12 @@ class Scaled(Packet):
         return self.scale * self.compressor.decode(self.codes, self.scale.dtype)[: self.size]
 
 
+class SharedKey(NamedTuple):
+    """A key that all clients of an exchange have, and that they may tell."""
+
+    key: PRNGKeyArray
+
+
 class Compressor(eqx.Module):
     """Base class of compressors: `compressor(v, key)` returns a packet.
 
@@ -70,6 +76,7 @@ class Compressor(eqx.Module):
     unbiased = False
     contractive = False
     deterministic = False  # whether the bound holds every time, not only on average
+    shared = False  # whether it needs a `SharedKey`, which all clients of an exchange have
 
     def __call__(self, v: Shaped[ArrayLike, "*shape"], key: PRNGKeyArray | None = None) -> Packet:
         """Compress a vector.
@@ -241,6 +248,9 @@ class RandK(Sparsifier):
         fraction: The fraction of entries to keep, in (0, 1].
         unbiased: Whether entries are scaled by d/K, which makes the compressor unbiased; otherwise
             it is contractive.
+        shared: Whether all clients keep the same entries, drawn anew in each round. Then no index
+            is sent, and a secure sum can add up what is. For the uplink of algorithms with local
+            steps.
 
     Example:
         >>> import fedsolve as fs
@@ -253,6 +263,22 @@ class RandK(Sparsifier):
 
     fraction: float = _parameter(_number(Real, 1), "RandK needs a fraction in (0, 1]")
     unbiased: bool = eqx.field(default=True, static=True)
+    shared: bool = eqx.field(default=False, static=True)
+
+    def compress(
+        self, v: Float[Array, " d"], key: PRNGKeyArray | SharedKey | None
+    ) -> Sparse | Common:
+        if not self.shared:
+            return super().compress(v, None if isinstance(key, SharedKey) else key)
+        if not isinstance(key, SharedKey):
+            raise InvalidInput(
+                "RandK(shared=True) needs a key that all clients have: it is for the uplink of "
+                "algorithms with local steps, such as FedAvg and FedSGM."
+            )
+        kept = self.kept(v.size)
+        packet = Common(v[:kept], jax.random.key_data(key.key), v.size)
+        values = v[packet.positions()] * (v.size / kept if self.unbiased else 1)
+        return Common(values, packet.key, v.size)
 
     @property
     def contractive(self) -> bool:
@@ -260,6 +286,8 @@ class RandK(Sparsifier):
         return not self.unbiased or self.fraction == 1
 
     def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
+        if self.shared:
+            raise InvalidInput("RandK(shared=True) sends no indices, and is not for Compose.")
         kept = self.kept(v.size)
         indices = jax.random.choice(_require(key, self), v.size, (kept,), replace=False)
         return indices, v[indices] * (v.size / kept if self.unbiased else 1)

@@ -211,9 +211,15 @@ class Spent(NamedTuple):
 
 @dataclasses.dataclass
 class Ledger:
-    """Writes ε in the history of a run, and keeps count in its state."""
+    """Writes ε in the history of a run, and keeps count in its state.
+
+    Args:
+        accountant: What rounds and evaluations cost.
+        noise: By column of the history, the standard deviation of the noise in its values.
+    """
 
     accountant: Accountant
+    noise: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def start(self, state: State) -> State:
         """Return a first state, which has spent nothing."""
@@ -248,7 +254,12 @@ class Ledger:
         if not spent:
             return state, entries
         counted = state.spent._replace(evaluations=jnp.int32(before + len(spent)))
-        entries = History({**entries, "epsilon": np.asarray(spent)})
+        noise = {
+            f"{name}_noise": np.full(len(spent), deviation)
+            for name, deviation in self.noise.items()
+            if name in entries
+        }
+        entries = History({**entries, "epsilon": np.asarray(spent), **noise})
         return dataclasses.replace(state, spent=counted), entries
 
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -31,6 +31,7 @@ from scipy.stats import norm
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.participating import Participating
+from fedsolve.compression.clipping import dense
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import RoundOptions
 from fedsolve.federation.replies import Replies
@@ -47,14 +48,18 @@ from fedsolve.privacy.accounting import (
     least_scale,
     together,
 )
+from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.runtimes.recording import RoundRecord, record_round
 from fedsolve.types import Info, PyTree
 
 EVALUATIONS = ("private", "outside")
+UNITS = ("client", "sample")
 TELLS_WHO = ("cohort", "available", "picks", "selection_skew")  # columns about who took part
+DROWNED = 10.0  # times the longest answer: noise that a run is warned of
 By = Scalar | dict[str, Scalar]
+A = TypeVar("A", bound=Accountant)
 
 
 class Private(eqx.Module):
@@ -81,6 +86,9 @@ class Private(eqx.Module):
         rounds: The rounds for which the budget must last; None for those of the run.
         participants: The clients of a round for which the noise is planned; None for those of the
             algorithm, from which they must not differ.
+        unit: Whom it protects: `"client"`, or `"sample"`, one sample of a client. Then each client
+            clips what single samples say and adds noise itself (DP-SGD), and `clip`, `noise` and
+            `shares` go by `"gradient"`, `"measure"` (the constraint) and `"evaluation"`.
 
     Example:
         >>> import fedsolve as fs
@@ -100,6 +108,7 @@ class Private(eqx.Module):
     accountant: str = static("rdp")
     rounds: int | None = static(None)
     participants: int | None = static(None)
+    unit: str = static("client")
 
     def __check_init__(self):
         if self.clip is None:
@@ -118,6 +127,13 @@ class Private(eqx.Module):
             )
         if self.accountant not in ACCOUNTANTS:
             raise InvalidInput(f'accountant must be "rdp" or "pld", got {self.accountant!r}.')
+        if self.unit not in UNITS:
+            raise InvalidInput(f'unit must be "client" or "sample", got {self.unit!r}.')
+        if self.unit == "sample" and self.participants is not None:
+            raise InvalidInput(
+                "Privacy of samples counts every client as one that takes part: leave out "
+                "participants."
+            )
         for name in ("rounds", "participants"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -177,7 +193,16 @@ class Private(eqx.Module):
         Raises:
             InvalidInput: If the algorithm is not covered, or the budget allows no round.
         """
-        delta = self._delta(problem.n if clients is None else clients)
+        if self.unit == "sample":
+            from fedsolve.privacy.sample_plan import plan_samples  # it builds on this file
+
+            if clients is not None:
+                raise InvalidInput(
+                    "A deployment's server knows the seed of its clients' noise, so privacy of "
+                    'samples is for simulations: take unit="client" with a secure sum.'
+                )
+            return plan_samples(self, problem, algorithm, rounds, evaluate_every)
+        delta = self.delta_for(problem.n if clients is None else clients, "clients")
         if problem.averages_state:
             raise InvalidInput(
                 "The state of the loss, which the server averages, is not covered by privacy: give "
@@ -196,16 +221,43 @@ class Private(eqx.Module):
             )
         quantities = _quantities(problem) if self.evaluation == "private" else 0
         known = set(names) | ({EVALUATION} if quantities else set())
-        for field in ("clip", "noise", "shares"):
-            _check_names(field, getattr(self, field), known)
-        planned = rounds if self.rounds is None else self.rounds
+        self.check_names(known)
 
-        def accountant(noise: Mapping[str, float]) -> Accountant:
+        def accountant(noise: dict[str, float]) -> Accountant:
             each = {name: z / sampling.sensitivity for name, z in noise.items()}
             one = together([each[name] for name, count in names.items() for _ in range(count)])
             looking = together([each[EVALUATION]] * quantities if quantities else [])
             return Accountant(one, looking, sampling, delta, self.accountant)
 
+        noise, found, affordable = self.settled(known, rounds, evaluate_every, accountant)
+        clips = self.clips_of(known)
+        rule = NoisySums(clips, noise, _size(sampling), self.evaluation == "private")
+        seen: dict[str, float] = {}
+        if quantities:
+            n = problem.n if clients is None else clients
+            seen["objective"] = noise[EVALUATION] * clips[EVALUATION] / n
+            if isinstance(problem.constraint, Mean):
+                seen["constraint"] = seen["objective"]
+        sizes = {exchange.method: _length(exchange.reply) for exchange in record.exchanges}
+        evaluations = -(-affordable // evaluate_every) if quantities else 0
+        return Plan(rule, Ledger(found, seen), affordable, noise, sampling, sizes, evaluations)
+
+    def settled(
+        self,
+        known: set[str],
+        rounds: int,
+        evaluate_every: int,
+        accountant: Callable[[dict[str, float]], A],
+    ) -> tuple[dict[str, float], A, int]:
+        """Return the noise by name, its accountant, and how many of the rounds can be afforded.
+
+        Args:
+            known: The names of what gets noise.
+            rounds: The rounds of the run.
+            evaluate_every: The rounds between two evaluations.
+            accountant: Makes the accountant of some noise.
+        """
+        planned = rounds if self.rounds is None else self.rounds
         if self.noise is not None:
             noise = {name: _of(self.noise, name, "noise") for name in known}
         else:
@@ -230,16 +282,24 @@ class Private(eqx.Module):
                     f"One round costs ε = {found.epsilon(1, 1):.3g}, more than the budget "
                     f"{float(self.epsilon):g}: more noise would do."
                 )
-        clips = {name: _of(self.clip, name, "clip") for name in known}
-        rule = NoisySums(clips, noise, _size(sampling), self.evaluation == "private")
-        return Plan(rule, Ledger(found), affordable, noise, sampling)
+        return noise, found, affordable
 
-    def _delta(self, n: int) -> float:
+    def clips_of(self, known: set[str]) -> dict[str, Scalar]:
+        """Return the clip of each of these names."""
+        return {name: _of(self.clip, name, "clip") for name in known}
+
+    def check_names(self, known: set[str]) -> None:
+        """Raise if numbers are given for names that a run does not have."""
+        for field in ("clip", "noise", "shares"):
+            _check_names(field, getattr(self, field), known)
+
+    def delta_for(self, n: int, kind: str) -> float:
+        """Return δ for that many clients or samples."""
         delta = n**-1.1 if self.delta is None else float(self.delta)
         if delta >= 1 / n:
             raise InvalidInput(
-                f"delta must be below 1/n = {1 / n:.3g} for {n} clients, got {delta:g}: else a "
-                "client's data may be published as they are."
+                f"delta must be below 1/n = {1 / n:.3g} for {n} {kind}, got {delta:g}: else the "
+                "data of one of them may be published as they are."
             )
         return delta
 
@@ -254,6 +314,8 @@ class Plan:
         rounds: How many rounds the budget allows.
         noise: The multiplier z of each exchange.
         sampling: How a round's clients are drawn, as far as it counts.
+        sizes: The length of a client's answer, by exchange.
+        evaluations: How many evaluations those rounds have, as far as they cost.
     """
 
     rule: NoisySums
@@ -261,6 +323,64 @@ class Plan:
     rounds: int
     noise: dict[str, float]
     sampling: Sampling
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    evaluations: int = 0
+
+    @property
+    def applied(self) -> NoisySums | None:
+        """The rule through which answers go in the run; None where clients add the noise."""
+        return self.rule
+
+    def problem_of(self, problem: Problem) -> Problem:
+        """Return the problem as the run's clients see it."""
+        return problem
+
+    def sentences(self) -> list[str]:
+        """Return what the run guarantees, with which clips, and how large its noise is.
+
+        Example:
+            >>> import fedsolve as fs
+            >>> problem = fs.problems.linear_regression(clients=5, size=3)
+            >>> privacy = fs.Private(noise=8.0, delta=0.01, evaluation="outside")
+            >>> for sentence in privacy.plan(problem, fs.FedAvg(0.1), rounds=2).sentences():
+            ...     print(sentence)
+            Private for each of 5 clients: ε = 0.708 after 2 rounds, δ = 0.01.
+            Norm of an answer and of the noise in their mean: improve 1, 2.77.
+        """
+        accountant = self.ledger.accountant
+        epsilon = accountant.epsilon(self.rounds, self.evaluations)
+        each = [
+            f"{name} {float(self.rule.clips[name]):g}, {self.length(name):.3g}"
+            for name in self.sizes
+        ]
+        found = [
+            f"Private for each of {self.sampling.clients} clients: ε = {epsilon:.3g} after "
+            f"{self.rounds} rounds, δ = {accountant.delta:.3g}.",
+            f"Norm of an answer and of the noise in their mean: {'; '.join(each)}.",
+        ]
+        if "objective" in self.ledger.noise:
+            found.append(f"f in the history has noise of ±{self.ledger.noise['objective']:.3g}.")
+        return found
+
+    def warning(self) -> str:
+        """Return a sentence if the noise hides what clients answer; empty if it does not."""
+        worst = max(self.sizes, key=lambda name: self.length(name) / float(self.rule.clips[name]))
+        ratio = self.length(worst) / float(self.rule.clips[worst])
+        if ratio < DROWNED:
+            return ""
+        return (
+            f"With {self.sampling.expected:g} clients in a round the noise in the mean of "
+            f"{worst!r} is {ratio:.0f} times as long as an answer may be, so the run learns little "
+            "or nothing: more clients, fewer rounds or a larger epsilon would do."
+        )
+
+    def length(self, name: str) -> float:
+        """Return the norm of the noise in an exchange's mean, over all of its numbers.
+
+        Args:
+            name: The exchange, such as `"improve"` for the update.
+        """
+        return self.deviation(name) * math.sqrt(self.sizes[name])
 
     def deviation(self, name: str) -> float:
         """Return the standard deviation of the noise in each number of an exchange's mean.
@@ -363,6 +483,11 @@ class NoisySums(Rule):
 
 def _noisy(leaf: Float[Array, "..."], deviation: Scalar, context: Context) -> Float[Array, "..."]:
     return leaf + (deviation * context.draw(jnp.shape(leaf))).astype(leaf.dtype)
+
+
+def _length(reply: PyTree) -> int:
+    """Return how many numbers an answer has, given its shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(dense, reply)))
 
 
 def _size(sampling: Sampling) -> float | None:

@@ -170,7 +170,8 @@ def solve(
         if bar is not None:
             stack.callback(bar.close)
         dtype = stack.enter_context(precision_of(precision))
-        made = _made(problem, algorithm, options, round_options, dtype, stack)
+        played = problem if plan is None else plan.problem_of(problem)
+        made = _made(played, algorithm, options, round_options, dtype, stack)
         ledger = None if plan is None else plan.ledger
         rounds = _affordable(rounds, plan, saved)
         state, chunks = _beginning(made, saved, options, ledger)
