@@ -48,7 +48,11 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+FEW = "FedSGM soft"
+MANY = [pytest.param(n, marks=[] if n == FEW else [pytest.mark.slow]) for n in ALGORITHMS]
+
+
+@pytest.mark.parametrize("name", MANY)
 def test_with_hardly_any_noise_and_no_clipping_it_is_the_plain_run(name):
     problem = made()
     plain = fs.solve(problem, ALGORITHMS[name], rounds=3)
@@ -59,8 +63,10 @@ def test_with_hardly_any_noise_and_no_clipping_it_is_the_plain_run(name):
     assert private.history["epsilon"][-1] > 0
 
 
-@pytest.mark.parametrize("problem", [uneven(), fs.problems.neyman_pearson(clients=5)], ids=str)
-def test_padding_and_separate_classes_are_no_samples(problem):
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [uneven, lambda: fs.problems.neyman_pearson(clients=5)])
+def test_padding_and_separate_classes_are_no_samples(make):
+    problem = make()
     algorithm = fs.FedSGM(0.1, 0.3)
     plain = fs.solve(problem, algorithm, rounds=3)
     private = fs.solve(problem, algorithm, rounds=3, privacy=fs.Private(**LOOSE))

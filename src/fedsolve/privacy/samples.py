@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import equinox as eqx
 import jax
@@ -45,14 +45,13 @@ from fedsolve.problem.problem import Problem
 from fedsolve.problem.samples import Samples
 from fedsolve.types import Number, PRNGKey, PyTree, Vector
 
-if TYPE_CHECKING:
-    pass
-
 GRADIENT, MEASURE = "gradient", "measure"
+KINDS = GRADIENT, MEASURE, EVALUATION
 MARK = "fedsolve_noise_of_"  # begins the name of the part of a program that draws a query's noise
 TRUNCATED = 1e-15  # probability that a batch has more samples than there is room for
 NOISE, ROWS = 2**31 - 5, 2**31 - 6  # folded into a query's key
 
+Said = Float[Array, " size"]  # what a sample says, or a mean of it
 Weighted = tuple[PerClient, Number | int]  # a function of a client's samples, and its weight
 
 
@@ -100,7 +99,7 @@ class SampleProblem(Problem):
         found: dict[str, PyTree] = {}
         for number, (name, function) in enumerate(self.functions().items()):
             own = jax.random.fold_in(key, number)
-            query = Query(self, samples, EVALUATION, None, own, (w, jnp.zeros(())))
+            query = Query(self, samples, EVALUATION, None, own, w)
             found[name] = query.of_values(w, function)
         return found
 
@@ -120,8 +119,10 @@ class Query:
         samples: The client's samples.
         kind: `"gradient"`, `"measure"` or `"evaluation"`.
         batch: The expected number of samples; None for all.
-        key: The query's key.
-        about: What is asked. Other questions with the same key get other noise.
+        key: The query's key. Other questions with the same key get other noise, since the
+            difference of two answers with the same noise would tell data.
+        w: Where it asks.
+        weights: What else tells it from other queries.
     """
 
     def __init__(
@@ -131,11 +132,12 @@ class Query:
         kind: str,
         batch: int | None,
         key: PRNGKey,
-        about: tuple[Vector, Number],
+        w: Vector,
+        weights: tuple[Number | int, ...] = (),
     ):
         self._problem, self._samples, self._kind, self._batch = problem, samples, kind, batch
-        w, number = about
-        parts = jnp.append(jnp.ravel(w), jnp.asarray(number, w.dtype))
+        key = jax.random.fold_in(key, KINDS.index(kind))
+        parts = jnp.append(w, jnp.asarray(weights, w.dtype))
         parts = parts.astype(jnp.promote_types(parts.dtype, jnp.float32))
         for word in _digest(lax.bitcast_convert_type(parts, jnp.uint32).ravel()):
             key = jax.random.fold_in(key, word)
@@ -145,7 +147,7 @@ class Query:
         """Return the mean of a function's values at single samples."""
         params = self._problem.params_at(w)
 
-        def value(data: Samples) -> Vector:
+        def value(data: Samples) -> Said:
             return jnp.reshape(function(params, data), (1,))
 
         return self._sums({self._set_of(function): value}, 1, w)[0]
@@ -159,8 +161,8 @@ class Query:
         for function, weight in parts:
             by_set.setdefault(self._set_of(function), []).append((function, weight))
 
-        def slope(own: list[Weighted]) -> Callable[[Samples], Vector]:
-            def of(data: Samples) -> Vector:
+        def slope(own: list[Weighted]) -> Callable[[Samples], Said]:
+            def of(data: Samples) -> Said:
                 total = jnp.zeros_like(w)
                 for function, weight in own:
                     found = jax.grad(lambda w, f=function: f(self._problem.params_at(w), data))(w)
@@ -174,8 +176,8 @@ class Query:
         return self._sums(functions, len(w), w)
 
     def _sums(
-        self, functions: dict[str | None, Callable[[Samples], Vector]], size: int, w: Vector
-    ) -> Vector:
+        self, functions: dict[str | None, Callable[[Samples], Said]], size: int, w: Vector
+    ) -> Said:
         """Return the sum over sets of the clipped and noisy means of their functions."""
         terms = self._problem.terms
         clip = jnp.asarray(terms.clips[self._kind], w.dtype)
@@ -186,7 +188,7 @@ class Query:
         for number, (name, function) in enumerate(functions.items()):
             rows, there, expected = self._drawn_rows(name, number)
 
-            def one(row: Array, name: str | None = name, function: Callable = function) -> Vector:
+            def one(row: Array, name: str | None = name, function: Callable = function) -> Said:
                 return limit(function(alone(self._samples, name, row, self._key)), clip)
 
             each = jnp.where(there[:, None], jax.vmap(one)(rows), 0)
@@ -261,20 +263,21 @@ class SampleClient(Client):
 
     def measure(self, w: Vector, key: PRNGKey | None = None) -> PyTree:
         function = self._constraint_function
-        return self._query(MEASURE, w, key, 0).of_values(w, function)
+        return self._query(MEASURE, w, key).of_values(w, function)
 
-    def _slope(self, w: Vector, key: PRNGKey | None, first: Number | int, other: Number | int):
+    def _slope(
+        self, w: Vector, key: PRNGKey | None, first: Number | int, other: Number | int
+    ) -> Vector:
         parts: list[Weighted] = []
         if not (isinstance(first, int) and first == 0):
             parts.append((self._problem.objective, first))
         if not (isinstance(other, int) and other == 0):
             parts.append((self._constraint_function, other))
-        return self._query(GRADIENT, w, key, other).of_slopes(w, parts)
+        return self._query(GRADIENT, w, key, first, other).of_slopes(w, parts)
 
-    def _query(self, kind: str, w: Vector, key: PRNGKey | None, number: Number | int) -> Query:
-        own = self.key if key is None else key
-        batch = self._problem.batch_size
-        return Query(self._problem, self._samples, kind, batch, own, (w, number))
+    def _query(self, kind: str, w: Vector, key: PRNGKey | None, *weights: Number | int) -> Query:
+        own, batch = self.key if key is None else key, self._problem.batch_size
+        return Query(self._problem, self._samples, kind, batch, own, w, weights)
 
     @property
     def _constraint_function(self) -> PerClient:
