@@ -142,7 +142,7 @@ class Admin:
         """Let nobody take part as a site any more: not in runs that go on, and in no other.
 
         Raises:
-            InvalidInput: If that is no name of a site.
+            InvalidInput: If the name cannot be a site's.
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", site) or site == ADMIN:
             raise InvalidInput(f"{site!r} is not the name of a site.")
