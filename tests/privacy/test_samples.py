@@ -229,7 +229,7 @@ REFUSED = {
     "losses": (
         made,
         fs.FedAvg(0.1, participants=2, weighting="PowerOfChoice"),
-        "does not cover a client's loss",
+        "does not cover what needs all samples of a client",
     ),
 }
 

@@ -151,8 +151,11 @@ def test_shared_entries_are_the_same_at_all_clients_and_others_in_each_round():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"downlink": fs.RandK(0.4, unbiased=False, shared=True)}, "a key that all clients have"),
-        ({"uplink": fs.Compose(fs.RandK(0.4, shared=True), fs.QSGD(4))}, "sends no indices"),
+        (
+            {"downlink": fs.RandK(0.4, unbiased=False, shared=True)},
+            "for the uplink of algorithms with local steps",
+        ),
+        ({"uplink": fs.Compose(fs.RandK(0.4, shared=True), fs.QSGD(4))}, "not for Compose"),
         ({"uplink": fs.RandK(0.4)}, "keeps the same ones at all clients"),
     ],
 )

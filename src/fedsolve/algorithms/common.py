@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fedsolve.algorithms.participating import Participating
-from fedsolve.compression.compressors import Compressor, SharedKey
+from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.error_feedback import check_downlink, no_residual, with_feedback
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
@@ -186,10 +186,8 @@ class CompressedTraining(LocalTraining):
         Returns:
             The next residual, and the packet.
         """
-        key = _after_steps(self, client)
-        if self.uplink.shared:
-            key = SharedKey(client.shared_key)
-        return with_feedback(self.uplink, residual, v, key, client.clip)
+        uplink = self.uplink.bound(client.shared_key)
+        return with_feedback(uplink, residual, v, _after_steps(self, client), client.clip)
 
 
 def _steps_of(

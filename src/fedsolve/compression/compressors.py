@@ -30,7 +30,7 @@ import functools
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -60,12 +60,6 @@ class Scaled(Packet):
         return self.scale * self.compressor.decode(self.codes, self.scale.dtype)[: self.size]
 
 
-class SharedKey(NamedTuple):
-    """A key that all clients of an exchange have, and that they may tell."""
-
-    key: PRNGKeyArray
-
-
 class Compressor(eqx.Module):
     """Base class of compressors: `compressor(v, key)` returns a packet.
 
@@ -76,7 +70,6 @@ class Compressor(eqx.Module):
     unbiased = False
     contractive = False
     deterministic = False  # whether the bound holds every time, not only on average
-    shared = False  # whether it needs a `SharedKey`, which all clients of an exchange have
 
     def __call__(self, v: Shaped[ArrayLike, "*shape"], key: PRNGKeyArray | None = None) -> Packet:
         """Compress a vector.
@@ -95,6 +88,10 @@ class Compressor(eqx.Module):
         if not isinstance(v, Tracer) and not np.isfinite(np.asarray(v)).all():
             raise InvalidInput(f"{name} compresses finite vectors, got one with NaN or infinity.")
         return self.compress(v, key)
+
+    def bound(self, key: PRNGKeyArray) -> Compressor:
+        """Return the compressor for one exchange, whose clients all have this key."""
+        return self
 
     @abc.abstractmethod
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Packet:
@@ -265,20 +262,8 @@ class RandK(Sparsifier):
     unbiased: bool = eqx.field(default=True, static=True)
     shared: bool = eqx.field(default=False, static=True)
 
-    def compress(
-        self, v: Float[Array, " d"], key: PRNGKeyArray | SharedKey | None
-    ) -> Sparse | Common:
-        if not self.shared:
-            return super().compress(v, None if isinstance(key, SharedKey) else key)
-        if not isinstance(key, SharedKey):
-            raise InvalidInput(
-                "RandK(shared=True) needs a key that all clients have: it is for the uplink of "
-                "algorithms with local steps, such as FedAvg and FedSGM."
-            )
-        kept = self.kept(v.size)
-        packet = Common(v[:kept], jax.random.key_data(key.key), v.size)
-        values = v[packet.positions()] * (v.size / kept if self.unbiased else 1)
-        return Common(values, packet.key, v.size)
+    def bound(self, key: PRNGKeyArray) -> Compressor:
+        return SharedRandK(self, key) if self.shared else self
 
     @property
     def contractive(self) -> bool:
@@ -287,13 +272,34 @@ class RandK(Sparsifier):
 
     def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
         if self.shared:
-            raise InvalidInput("RandK(shared=True) sends no indices, and is not for Compose.")
+            raise InvalidInput(
+                "RandK(shared=True) draws by a key that all clients have: it is for the uplink of "
+                "algorithms with local steps, such as FedAvg and FedSGM, and not for Compose."
+            )
         kept = self.kept(v.size)
         indices = jax.random.choice(_require(key, self), v.size, (kept,), replace=False)
         return indices, v[indices] * (v.size / kept if self.unbiased else 1)
 
     def variance(self, size: int) -> float:
         return size / self.kept(size) - 1 if self.unbiased else super().variance(size)
+
+
+class SharedRandK(Compressor):
+    """`RandK` for one exchange, in which all clients keep the same entries.
+
+    Args:
+        rule: How many entries are kept, and how they are scaled.
+        key: The key that all clients have.
+    """
+
+    rule: RandK
+    key: PRNGKeyArray
+
+    def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Common:
+        kept, size = self.rule.kept(v.size), v.size
+        packet = Common(v[:kept], jax.random.key_data(self.key), size)
+        values = v[packet.positions()] * (size / kept if self.rule.unbiased else 1)
+        return Common(values, packet.key, size)
 
 
 def _normalized(v: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, " d"]]:

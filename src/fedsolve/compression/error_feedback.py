@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from fedsolve.compression.clipping import limit
-from fedsolve.compression.compressors import Compressor, SharedKey
+from fedsolve.compression.compressors import Compressor
 from fedsolve.compression.packets import Packet
 from fedsolve.errors import InvalidInput
 from fedsolve.fields import Scalar
@@ -25,7 +25,7 @@ def with_feedback(
     uplink: Compressor,
     residual: Vector | None,
     v: Vector,
-    key: PRNGKey | SharedKey,
+    key: PRNGKey,
     clip: Scalar | None = None,
 ) -> tuple[Vector | None, Packet]:
     """Compress v with error feedback (EF14).
@@ -36,7 +36,7 @@ def with_feedback(
         uplink: The compressor.
         residual: What was not sent yet; None for no error feedback.
         v: The vector to send.
-        key: A random key; a `SharedKey` for a compressor that needs one.
+        key: A random key.
         clip: The largest norm of what is sent; None for any norm.
 
     Returns:

@@ -297,7 +297,11 @@ def _set_of(name: str, function: PerClient, problem: Problem) -> str:
 def _check_mean(name: str, function: PerClient, own: str | None, problem: Problem) -> None:
     """Raise if a function is not the mean of its values at single samples."""
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), problem.samples)
-    params = jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, problem.params)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.1 * rng.standard_normal(x.shape)) if eqx.is_array(x) else x,
+        jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, problem.params),
+    )
     if function.is_random:
         return  # its value at one sample depends on the key
     mask = one.mask[own] if isinstance(one.mask, dict) and own else one.mask

@@ -308,7 +308,7 @@ class SampleClient(Client):
         self._refuse("contributions of some of a client's samples, as games have them")
 
     def with_all_samples(self) -> NoReturn:
-        self._refuse("gradients of all samples beside minibatches")
+        self._refuse("what needs all samples of a client, such as its loss")
 
 
 def _digest(words: UInt32[Array, " n"]) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
