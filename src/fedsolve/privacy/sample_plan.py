@@ -31,7 +31,7 @@ from fedsolve.privacy.accounting import (
     package,
     together,
 )
-from fedsolve.privacy.private import NoisySums, Plan
+from fedsolve.privacy.plan import NoisySums, Plan
 from fedsolve.privacy.samples import GRADIENT, MARK, MEASURE, SampleProblem, Terms, alone, length_of
 from fedsolve.problem.constraints import Mean
 from fedsolve.problem.padding import PerClient, per_client

@@ -17,7 +17,8 @@ from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.fields import check_count, check_kind, check_seed
-from fedsolve.privacy.private import Plan, Private
+from fedsolve.privacy.plan import Plan
+from fedsolve.privacy.private import Private
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History

@@ -25,7 +25,8 @@ from fedsolve.federation.options import Arrivals, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.privacy.accounting import Ledger
-from fedsolve.privacy.private import Plan, Private
+from fedsolve.privacy.plan import Plan
+from fedsolve.privacy.private import Private
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Runtime
 from fedsolve.runtimes.debug import Debug
