@@ -140,9 +140,9 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
             continue
         row += [part.text or "all"] if "clients" in columns else []
         row.append(f"{history['objective'][-1]:.5g}")
+        noisy = "objective_noise" in history
         if constrained:
             within = history["constraint"] <= float(getattr(run.algorithm, "tolerance", 0.0))
-            noisy = "objective_noise" in history
             feasible = "unknown" if noisy else _feasible(within, part.everyone)
             row += [f"{history['constraint'][-1]:.5g}", feasible]
         if constrained and several:

@@ -69,7 +69,7 @@ def spread(total: PyTree, reply: PyTree, key: Array | None = None) -> PyTree:
         key: The data of their common key; None for that of the reply.
     """
 
-    def one(leaf: Packet | Array, added: Array) -> Array:
+    def one(leaf: Packet | Array | jax.ShapeDtypeStruct, added: Array) -> Array:
         inner = leaf.packet if isinstance(leaf, Scaled) else leaf
         if not isinstance(inner, Common):
             return added

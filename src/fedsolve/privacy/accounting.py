@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -141,6 +142,7 @@ def together(multipliers: list[float]) -> float:
     return math.inf if total == 0 else 1 / math.sqrt(total)
 
 
+@functools.lru_cache(maxsize=1024)
 def curve(multiplier: float, sampling: Sampling) -> Curve:
     """Return the Rényi divergences of one sampled Gaussian mechanism."""
     orders = np.asarray(ORDERS, float)

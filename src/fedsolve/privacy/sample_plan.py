@@ -61,7 +61,7 @@ def queries_in(jaxpr: core.Jaxpr) -> Counts:
         kind, params = equation.primitive.name, equation.params
         name = str(params.get("name", ""))
         if kind in ("jit", "pjit") and name.startswith(MARK):
-            if len(equation.outvars[0].aval.shape) != 2:
+            if len(getattr(equation.outvars[0].aval, "shape", ())) != 2:
                 raise InvalidInput(UNCOUNTED)
             found[name.removeprefix(MARK)] += 1
             continue

@@ -239,8 +239,6 @@ def length_of(samples: Samples, name: str | None) -> int:
 class SampleClient(Client):
     """A client whose samples speak through queries alone."""
 
-    _problem: SampleProblem
-
     def grad(self, w: Vector, key: PRNGKey | None = None) -> Vector:
         return self._slope(w, key, 1, 0)
 
@@ -276,8 +274,9 @@ class SampleClient(Client):
         return self._query(GRADIENT, w, key, first, other).of_slopes(w, parts)
 
     def _query(self, kind: str, w: Vector, key: PRNGKey | None, *weights: Number | int) -> Query:
-        own, batch = self.key if key is None else key, self._problem.batch_size
-        return Query(self._problem, self._samples, kind, batch, own, w, weights)
+        own, problem = self.key if key is None else key, self._problem
+        assert isinstance(problem, SampleProblem)
+        return Query(problem, self._samples, kind, problem.batch_size, own, w, weights)
 
     @property
     def _constraint_function(self) -> PerClient:
@@ -301,7 +300,9 @@ class SampleClient(Client):
     def representation(self, w: Vector, key: PRNGKey | None = None) -> NoReturn:
         self._refuse("representations of samples")
 
-    def each_batch(self, *_: object) -> NoReturn:
+    def each_batch(
+        self, epochs: int, key: PRNGKey, body: Callable[..., PyTree], start: PyTree
+    ) -> NoReturn:
         self._refuse("passes over the samples (local_epochs)")
 
     def restricted(self, count: Number | int, key: PRNGKey) -> NoReturn:
