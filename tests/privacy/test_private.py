@@ -355,6 +355,17 @@ def test_a_budget_is_used_up_and_not_exceeded(problem, accountant):
     assert 2.97 < run.history["epsilon"][-1] <= 3.0
 
 
+def test_a_plan_warns_of_noise_that_hides_the_answers(problem):
+    def plan(noise):
+        return fs.Private(noise=noise, delta=DELTA).plan(problem, fs.FedSGM(0.1), 1)
+
+    loud, quiet = plan(100.0), plan(1.0)
+    assert loud.length("improve") == pytest.approx(100 / 6 * np.sqrt(5))
+    assert "'improve' is 37 times as long as an answer may be" in loud.warning()
+    assert not quiet.warning()
+    assert "Private for each of 6 clients: ε = " in quiet.sentences()[0]
+
+
 def test_shares_divide_the_budget(problem):
     shares = {"improve": 4.0, "measure": 1.0}
     privacy = fs.Private.for_budget(3.0, DELTA, shares=shares, evaluation="outside")
