@@ -374,7 +374,7 @@ def masked(words: Words, masks: Iterable[Mask]) -> Words:
     total = words.copy()
     streams = [(Cipher(AES(key), CTR(bytes(16))).encryptor(), adds) for key, adds in masks]
     made = np.empty(BLOCK, np.uint32)
-    room = memoryview(made).cast("B")
+    room = made.data.cast("B")
     for first in range(0, len(total), BLOCK):  # blocks stay in the processor's cache
         part = total[first : first + BLOCK]
         count = len(part)

@@ -229,7 +229,7 @@ class Private(eqx.Module):
         seen: dict[str, float] = {}
         if quantities:
             n = problem.n if clients is None else clients
-            seen["objective"] = noise[EVALUATION] * clips[EVALUATION] / n
+            seen["objective"] = noise[EVALUATION] * float(clips[EVALUATION]) / n
             if isinstance(problem.constraint, Mean):
                 seen["constraint"] = seen["objective"]
         sizes = {exchange.method: _length(exchange.reply) for exchange in record.exchanges}

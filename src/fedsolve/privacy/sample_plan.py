@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import equinox as eqx
 import jax
@@ -255,7 +255,7 @@ def _sets(problem: Problem) -> tuple[str | None, ...]:
     one_set = _lengths(values)
     functions = {"objective": problem.objective}
     if constraint is not None:
-        functions["constraint"] = constraint.function
+        functions["constraint"] = cast(PerClient, constraint.function)
     if not isinstance(masks, dict) and len(one_set) == 1 and 0 not in one_set:
         found: tuple[str | None, ...] = (None,) * len(functions)
     else:
@@ -318,7 +318,9 @@ def _counts(problem: Problem, sets: set[str | None]) -> np.ndarray:
     """Return how many samples each client has, in the smallest of these sets."""
     samples, each = problem.samples, []
     for name in sets:
-        mask = samples.mask[name] if isinstance(samples.mask, dict) and name else samples.mask
+        mask: PyTree = (
+            samples.mask[name] if isinstance(samples.mask, dict) and name else samples.mask
+        )
         own = samples.values if name is None else samples.values[name]
         shape = np.shape(jax.tree.leaves(own)[0])[:2]
         each.append(np.full(shape[0], shape[1]) if mask is None else np.sum(mask, axis=1))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import equinox as eqx
 import jax
@@ -52,6 +52,7 @@ TRUNCATED = 1e-15  # probability that a batch has more samples than there is roo
 NOISE, ROWS = 2**31 - 5, 2**31 - 6  # folded into a query's key
 
 Said = Float[Array, " size"]  # what a sample says, or a mean of it
+Saying = Callable[[Samples], Said]
 Weighted = tuple[PerClient, Number | int]  # a function of a client's samples, and its weight
 
 
@@ -107,7 +108,7 @@ class SampleProblem(Problem):
         """Return the objective, and the function of the constraint if there is one."""
         found = {"objective": self.objective}
         if isinstance(self.constraint, Mean):
-            found["constraint"] = self.constraint.function
+            found["constraint"] = cast(PerClient, self.constraint.function)
         return found
 
 
@@ -188,7 +189,7 @@ class Query:
         for number, (name, function) in enumerate(functions.items()):
             rows, there, expected = self._drawn_rows(name, number)
 
-            def one(row: Array, name: str | None = name, function: Callable = function) -> Said:
+            def one(row: Array, name: str | None = name, function: Saying = function) -> Said:
                 return limit(function(alone(self._samples, name, row, self._key)), clip)
 
             each = jnp.where(there[:, None], jax.vmap(one)(rows), 0)
@@ -281,7 +282,7 @@ class SampleClient(Client):
     @property
     def _constraint_function(self) -> PerClient:
         assert isinstance(self._constraint, Mean)
-        return self._constraint.function
+        return cast(PerClient, self._constraint.function)
 
     def _refuse(self, what: str) -> NoReturn:
         raise InvalidInput(

@@ -40,10 +40,10 @@ def judgement(history: Mapping[str, np.ndarray], tolerance: float | int) -> str:
         g oscillates from round to round: try a smaller step or soft switching.
     """
     f = np.asarray(history.get("objective", ()), float)
+    if len(f) and "objective_noise" in history:
+        return _with_noise(history, tolerance)
     if len(f) < SHORTEST or not np.isfinite(f).all():
         return ""
-    if "objective_noise" in history:
-        return _with_noise(history, tolerance)
     last = slice(-max(SHORTEST, len(f) // 4), None)
     g = np.asarray(history["constraint"], float) if "constraint" in history else None
     switch = history.get("switch")
