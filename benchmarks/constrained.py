@@ -28,6 +28,7 @@ from fedsolve.problems.survival import cox_loss_in_order
 from tiny import tiny
 
 EVALUATIONS = tiny(50, 2)
+SOME = tiny(51, 2)  # rounds that show how many bytes a round takes
 TOP = fs.TopK(0.1)
 LEVEL = 0.71  # the loss of a region; without a constraint the least mean has one of 0.734
 
@@ -144,10 +145,11 @@ def runs_of(
     grid: dict[str, list[float]],
 ) -> list[fs.Run]:  # fmt: skip
     """Run all settings of a grid for a seed, until the budget of bytes is used up."""
+    first = {key: values[:1] for key, values in grid.items()}
     if budget is not None:
-        rounds = max(
-            int(budget // spent(fs.sweep(problem, algorithm, 1, [seed], **grid).runs[0])), 1
-        )
+        # The first round differs from the others: w is known, or multipliers are still zero.
+        few = [spent(fs.sweep(problem, algorithm, k, [seed], **first).runs[0]) for k in (1, SOME)]
+        rounds = 1 + int((budget - few[0]) // ((few[1] - few[0]) / (SOME - 1)))
     every = max(rounds // EVALUATIONS, 1)
     return fs.sweep(problem, algorithm, rounds, [seed], evaluate_every=every, **grid).runs
 

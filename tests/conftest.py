@@ -1,5 +1,5 @@
 import gc
-import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -9,20 +9,28 @@ pytest.register_assert_rewrite("tests.support")
 import tests.support.environment  # noqa: E402, F401  (before JAX starts)
 from tests.support.commands import fedsolve  # noqa: E402, F401  (a fixture)
 
-tests_done = itertools.count(1)
+most = 4 * 2**30  # bytes of memory with which compiled programs are thrown away
 
 
 def pytest_runtest_teardown(nextitem):
-    """A process may map 65,530 pieces of memory, and every compiled program takes a few: the
-    thousands that all tests compile together do not fit (XLA then dies of a segmentation fault)."""
-    maps = Path("/proc/self/maps")  # it takes a while to read
-    if next(tests_done) % 10 or not maps.exists():
-        return
-    if maps.read_bytes().count(b"\n") > 30_000:
+    """Throw compiled programs away before they fill the memory.
+
+    The thousands that all tests compile together take many gigabytes. They also take more pieces of
+    memory than the 65,530 that a process may map, and XLA then dies of a segmentation fault.
+    """
+    global most
+    if memory() > most:
         import jax  # not before the environment above is set
 
         jax.clear_caches()
         gc.collect()
+        most = max(most, memory() + 2**30)
+
+
+def memory():
+    """Return the bytes of memory in use; 0 where the system does not say."""
+    told = Path("/proc/self/statm")
+    return int(told.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if told.exists() else 0
 
 
 @pytest.fixture
