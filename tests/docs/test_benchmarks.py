@@ -46,7 +46,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "peers/run.py --work mnist Fedsolve": "| Fedsolve | ",
     "peers/run.py --work resnet": "| PyTorch loop | ",
     "peers/run.py --work torch": "| Fedsolve, callback | ",
-    "privacy.py neyman-pearson": "| FedAvg, everyone |",
+    "privacy.py": "| FedAvg, everyone | inf |",
     "recorded.py fedsgm/table-1 {docs}/results/fedsgm-table-1.csv --command x --machine y": (
         "Written to reproduced"
     ),
