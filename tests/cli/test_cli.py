@@ -332,3 +332,31 @@ def test_a_seed_may_be_an_instance_of_the_problem(fedsolve, tmp_path):
     status, _, told = fedsolve("run", "instances.toml", "--set", "run.instances=2")
     assert status == 2
     assert "run.instances must be true or false, got 2." in told
+
+
+def test_a_private_run_says_what_it_promises_and_does_not_judge_noise(fedsolve, tmp_path):
+    pytest.importorskip("dp_accounting")
+    words = ["--set", "run.privacy.epsilon=4", "--set", "run.privacy.clip=2", "--out", "x"]
+    status, out, _ = fedsolve("run", "neyman-pearson", "--rounds", 8, *words)
+    assert status == 0
+    assert "Private for each of 20 clients: ε = 4 after 8 rounds, δ = 0.0371." in out
+    assert "Norm of an answer and of the noise in their mean: measure 2, " in out
+    assert "is not known to be feasible" in out
+    last = rows(tmp_path / "x/history.csv")[-1]
+    assert 3.9 < float(last["epsilon"]) <= 4
+    assert float(last["objective_noise"]) == float(last["constraint_noise"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "adult").is_dir(), reason="needs adult below FEDSOLVE_DATA")
+def test_fair_adult_becomes_private_by_one_key(fedsolve, monkeypatch):
+    pytest.importorskip("dp_accounting")
+    monkeypatch.setenv("FEDSOLVE_DATA", str(DATA))
+    words = ["run", "fair-adult", "--set", "run.privacy.epsilon=4"]
+    status, out, told = fedsolve(*words, "--rounds", 20, "--out", "x")
+    assert status == 0
+    assert "Private for each of 10 clients: ε = " in out
+    assert "after 20 rounds, δ = 0.0794." in out
+    assert "whether it is feasible is not known" in out
+    assert "Feasible" not in out
+    assert told.count("times as long as an answer may be") == 1  # of four variants

@@ -93,6 +93,7 @@ def states_of(wires, link):
 ALGORITHMS = {
     "FedSGM": fs.FedSGM(0.05, 0.1, local_steps=2),
     "SCAFFOLD": fs.SCAFFOLD(0.03, local_steps=2),
+    "FedSGM, Rand-K": fs.FedSGM(0.05, 0.1, uplink=fs.RandK(0.4, unbiased=False, shared=True)),
     "FedSGM, sampled": fs.FedSGM(0.05, 0.1, participants=5, uplink=fs.QSGD(16)),
 }
 

@@ -29,7 +29,14 @@ COVERED = (
 )
 FEW = ("SCAFFOLD",)
 MANY = [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in COVERED]
-LOOKING = ("FedAvg", "F3AST", "PPBC+", "FedSGM, who is wanted, drawn and up")
+LOOKING = (
+    "FedAvg",
+    "F3AST",
+    "PPBC+",
+    "FedSGM, who is wanted, drawn and up",
+    "IncentFedAvg",
+    "FedSGM, strategic",
+)
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +353,17 @@ def test_a_budget_is_used_up_and_not_exceeded(problem, accountant):
     run = fs.solve(problem, fs.FedSGM(0.1), rounds=10, evaluate_every=5, privacy=privacy)
     assert run.rounds == 10
     assert 2.97 < run.history["epsilon"][-1] <= 3.0
+
+
+def test_a_plan_warns_of_noise_that_hides_the_answers(problem):
+    def plan(noise):
+        return fs.Private(noise=noise, delta=DELTA).plan(problem, fs.FedSGM(0.1), 1)
+
+    loud, quiet = plan(100.0), plan(1.0)
+    assert loud.length("improve") == pytest.approx(100 / 6 * np.sqrt(5))
+    assert "'improve' is 37 times as long as an answer may be" in loud.warning()
+    assert not quiet.warning()
+    assert "Private for each of 6 clients: ε = " in quiet.sentences()[0]
 
 
 def test_shares_divide_the_budget(problem):

@@ -120,6 +120,50 @@ def test_the_state_of_a_loss_is_in_no_secure_sum():
         fs.solve(problem, fs.FedSGM(0.1), 1, aggregation=fs.SecureSum())
 
 
+def test_rand_k_with_a_shared_key_is_summed_by_its_values(problem):
+    shared = fs.RandK(0.4, unbiased=False, shared=True)
+    algorithm, secure = fs.FedSGM(0.05, 0.1, uplink=shared), fs.SecureSum(clip=200.0)
+    plain = fs.solve(problem, algorithm, rounds=6)
+    summed = fs.solve(problem, algorithm, rounds=6, aggregation=secure)
+    np.testing.assert_allclose(summed.params, plain.params, rtol=1e-4, atol=1e-5)
+    whole = fs.solve(problem, fs.FedSGM(0.05, 0.1), rounds=1, aggregation=secure)
+    saved = whole.history["bytes_up"][0] - summed.history["bytes_up"][0]
+    assert saved == problem.n * 4 * (5 - 2)  # two of five numbers are in the sum
+
+
+def test_shared_entries_are_the_same_at_all_clients_and_others_in_each_round():
+    def loss(w, data):
+        return jnp.sum(w * data["x"])
+
+    problem = fs.Problem(
+        loss, {"x": np.ones((4, 1, 40)) * np.arange(1, 5)[:, None, None]}, np.zeros(40)
+    )
+    algorithm = fs.FedAvg(1.0, uplink=fs.RandK(0.25, shared=True))
+    moves = [np.zeros(40)]
+    moves += [np.asarray(fs.solve(problem, algorithm, r).params) for r in (1, 2, 3)]
+    steps = -np.diff(moves, axis=0)
+    for step in steps:  # every entry that moved has all four clients in its mean, 2.5, times d/K
+        np.testing.assert_allclose(step[step != 0], 2.5 * 4, rtol=1e-6)
+        assert np.sum(step != 0) == 10
+    assert not np.array_equal(steps[0] != 0, steps[1] != 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"downlink": fs.RandK(0.4, unbiased=False, shared=True)},
+            "for the uplink of algorithms with local steps",
+        ),
+        ({"uplink": fs.Compose(fs.RandK(0.4, shared=True), fs.QSGD(4))}, "not for Compose"),
+        ({"uplink": fs.RandK(0.4)}, "keeps the same ones at all clients"),
+    ],
+)
+def test_shared_entries_are_refused_where_nothing_is_shared(problem, given, sentence):
+    with pytest.raises(fs.InvalidInput, match=sentence):
+        fs.solve(problem, fs.FedSGM(0.1, **given), 1, aggregation=fs.SecureSum())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["debug", "streamed"])
 def test_runtimes_agree(problem, runtime):

@@ -186,7 +186,8 @@ class CompressedTraining(LocalTraining):
         Returns:
             The next residual, and the packet.
         """
-        return with_feedback(self.uplink, residual, v, _after_steps(self, client), client.clip)
+        uplink = self.uplink.bound(client.shared_key)
+        return with_feedback(uplink, residual, v, _after_steps(self, client), client.clip)
 
 
 def _steps_of(

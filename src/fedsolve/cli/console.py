@@ -140,11 +140,14 @@ def closing_table(runs: Mapping[str, Sequence[Run]], records: Records | None = N
             continue
         row += [part.text or "all"] if "clients" in columns else []
         row.append(f"{history['objective'][-1]:.5g}")
+        noisy = "objective_noise" in history
         if constrained:
             within = history["constraint"] <= float(getattr(run.algorithm, "tolerance", 0.0))
-            row += [f"{history['constraint'][-1]:.5g}", _feasible(within, part.everyone)]
+            feasible = "unknown" if noisy else _feasible(within, part.everyone)
+            row += [f"{history['constraint'][-1]:.5g}", feasible]
         if constrained and several:
-            row.append(f"{best.objective:.5g}" if (best := run.best) and best.feasible else "none")
+            found = f"{best.objective:.5g}" if (best := run.best) and best.feasible else "none"
+            row.append("unknown" if noisy else found)
         sent = [history[f"bytes_{way}_total"][-1] for way in ("up", "down")]
         row += [size_text(sum(sent))] if named else [size_text(each) for each in sent]
         row += [f"{history['seconds_total'][-1]:.4g} s"] if timed else []
@@ -157,6 +160,8 @@ def best_sentence(runs: Mapping[str, Sequence[Run]]) -> str:
     all_runs = [run for group in runs.values() for run in group]
     if len(all_runs) != 1 or (best := all_runs[0].best) is None:
         return ""
+    if "objective_noise" in all_runs[0].history:
+        return f"Best model, by values with noise: round {best.round}; in best.safetensors."
     if best.constraint is None:
         return f"Best model: round {best.round}, f = {best.objective:.5g}; in best.safetensors."
     tolerance = float(all_runs[0].algorithm.feasible_up_to)

@@ -211,7 +211,7 @@ def _interval(text: str | None) -> int | str | None:
 def _conclude(result: Result, stopped: Flag, command: str) -> None:
     """Print what an experiment left, and exit unless it finished; the command resumes it."""
     out.print(closing_table(result.runs))
-    for sentence in closing_sentences(result.runs):
+    for sentence in (*closing_sentences(result.runs), *result.privacy):
         out.print(sentence, markup=False, soft_wrap=True)
     if not result.unsaved:
         out.print(f"Written to {result.folder}{os.sep}", markup=False, soft_wrap=True)

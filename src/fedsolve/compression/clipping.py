@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fedsolve.compression.packets import Dense, Packet
+from fedsolve.compression.packets import Common, Dense, Packet
 from fedsolve.fields import Scalar
 from fedsolve.types import PyTree
 
@@ -44,6 +44,38 @@ def dense(reply: PyTree) -> PyTree:
         return values if exact else values.astype(jnp.result_type(float))
 
     return jax.tree.map(one, reply, is_leaf=is_packet)
+
+
+def summand(reply: PyTree) -> PyTree:
+    """Return what is added up of a reply: of packets with a common key their values alone."""
+
+    def one(leaf: Packet | Array) -> Array:
+        inner = leaf.packet if isinstance(leaf, Scaled) else leaf
+        if not isinstance(inner, Common):
+            return dense(leaf)
+        if not isinstance(leaf, Scaled):
+            return inner.values
+        return jnp.where(leaf.factor > 0, leaf.factor * inner.values, 0)
+
+    return jax.tree.map(one, reply, is_leaf=is_packet)
+
+
+def spread(total: PyTree, reply: PyTree, key: Array | None = None) -> PyTree:
+    """Return a sum of `summand`s as a sum of dense replies.
+
+    Args:
+        total: The sum.
+        reply: A reply whose packets say where values belong, or its shapes.
+        key: The data of their common key; None for that of the reply.
+    """
+
+    def one(leaf: Packet | Array | jax.ShapeDtypeStruct, added: Array) -> Array:
+        inner = leaf.packet if isinstance(leaf, Scaled) else leaf
+        if not isinstance(inner, Common):
+            return added
+        return Common(added, inner.key if key is None else key, inner.size).dense()
+
+    return jax.tree.map(one, reply, total, is_leaf=is_packet)
 
 
 def norm_of(reply: PyTree) -> Float[Array, ""]:

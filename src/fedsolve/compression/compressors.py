@@ -12,7 +12,7 @@ Biased contractive compressors need error feedback (error_feedback.py); unbiased
     Identity      v                                           v                q = 1, ω = 0
     TopK          the K entries of largest magnitude          indices, values  q = K/d
     RandK         K uniform entries, times d/K                indices, values  ω = d/K − 1
-                  (unscaled if unbiased=False)                                 q = K/d
+                  (unscaled if unbiased=False; without indices if shared=True) q = K/d
     Float16, 8, 4 the nearest codewords to v / max|v|         max|v|, codes    q by worst case
     QSGD          ‖v‖ sign(v) ξ/s, ξ is s|v|/‖v‖ rounded      ‖v‖, codes       ω = min(d/s², √d/s)
     Compose       TopK or RandK, kept values compressed       indices, packet  q = q₁q₂
@@ -40,7 +40,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped, UInt
 
-from fedsolve.compression.packets import Dense, Packet, Sparse
+from fedsolve.compression.packets import Common, Dense, Packet, Sparse
 from fedsolve.errors import InvalidInput
 
 Value = TypeVar("Value")
@@ -88,6 +88,10 @@ class Compressor(eqx.Module):
         if not isinstance(v, Tracer) and not np.isfinite(np.asarray(v)).all():
             raise InvalidInput(f"{name} compresses finite vectors, got one with NaN or infinity.")
         return self.compress(v, key)
+
+    def bound(self, key: PRNGKeyArray) -> Compressor:
+        """Return the compressor for one exchange, whose clients all have this key."""
+        return self
 
     @abc.abstractmethod
     def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Packet:
@@ -241,6 +245,9 @@ class RandK(Sparsifier):
         fraction: The fraction of entries to keep, in (0, 1].
         unbiased: Whether entries are scaled by d/K, which makes the compressor unbiased; otherwise
             it is contractive.
+        shared: Whether all clients keep the same entries, drawn anew in each round. Then no index
+            is sent, and a secure sum can add up what is. For the uplink of algorithms with local
+            steps.
 
     Example:
         >>> import fedsolve as fs
@@ -253,6 +260,10 @@ class RandK(Sparsifier):
 
     fraction: float = _parameter(_number(Real, 1), "RandK needs a fraction in (0, 1]")
     unbiased: bool = eqx.field(default=True, static=True)
+    shared: bool = eqx.field(default=False, static=True)
+
+    def bound(self, key: PRNGKeyArray) -> Compressor:
+        return SharedRandK(self, key) if self.shared else self
 
     @property
     def contractive(self) -> bool:
@@ -260,12 +271,35 @@ class RandK(Sparsifier):
         return not self.unbiased or self.fraction == 1
 
     def select(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Kept:
+        if self.shared:
+            raise InvalidInput(
+                "RandK(shared=True) draws by a key that all clients have: it is for the uplink of "
+                "algorithms with local steps, such as FedAvg and FedSGM, and not for Compose."
+            )
         kept = self.kept(v.size)
         indices = jax.random.choice(_require(key, self), v.size, (kept,), replace=False)
         return indices, v[indices] * (v.size / kept if self.unbiased else 1)
 
     def variance(self, size: int) -> float:
         return size / self.kept(size) - 1 if self.unbiased else super().variance(size)
+
+
+class SharedRandK(Compressor):
+    """`RandK` for one exchange, in which all clients keep the same entries.
+
+    Args:
+        rule: How many entries are kept, and how they are scaled.
+        key: The key that all clients have.
+    """
+
+    rule: RandK
+    key: PRNGKeyArray
+
+    def compress(self, v: Float[Array, " d"], key: PRNGKeyArray | None) -> Common:
+        kept, size = self.rule.kept(v.size), v.size
+        packet = Common(v[:kept], jax.random.key_data(self.key), size)
+        values = v[packet.positions()] * (size / kept if self.rule.unbiased else 1)
+        return Common(values, packet.key, size)
 
 
 def _normalized(v: Float[Array, " d"]) -> tuple[Float[Array, ""], Float[Array, " d"]]:

@@ -97,3 +97,23 @@ class Sparse(Packet):
         values = jax.vmap(lambda packet: packet.dense())(self.values)
         terms = weights[:, None] * _heard(weights, values)
         return jnp.zeros(self.size, terms.dtype).at[self.positions()].add(terms)
+
+
+class Common(Packet):
+    """Some entries of a vector, the same ones of every client that has the key.
+
+    The values alone are of one client: packets with one key can be added up without their indices.
+    """
+
+    values: Float[Array, " kept"]
+    key: UInt[Array, " words"]  # the data of the random key from which the entries follow
+    size: int = eqx.field(static=True)
+
+    def positions(self) -> Int[Array, " kept"]:
+        """Return which entries they are."""
+        key = jax.random.wrap_key_data(self.key)
+        return jax.random.choice(key, self.size, self.values.shape, replace=False)
+
+    def dense(self) -> Float[Array, " d"]:
+        nothing = jnp.zeros(self.size, self.values.dtype)
+        return nothing.at[self.positions()].set(self.values)

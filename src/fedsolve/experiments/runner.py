@@ -34,6 +34,7 @@ class Result:
         message: Why the runs ended early; empty if they finished.
         unsaved: Why the results could not be written to the folder; empty if they were.
         untracked: What trackers did not get, a sentence for each.
+        privacy: What a private run guarantees, with its clips and noise, a sentence for each.
 
     Example:
         >>> import tempfile
@@ -52,6 +53,7 @@ class Result:
     message: str = ""
     unsaved: str = ""
     untracked: tuple[str, ...] = ()
+    privacy: tuple[str, ...] = ()
 
 
 def run(
@@ -145,9 +147,17 @@ def execute(
 ) -> Result:
     """Run an experiment in a new folder, or continue it in the folder of an earlier run."""
     # Instances may be large: then only the first variant's is built to check it.
+    told: dict[str, None] = {}  # sentences on privacy, each once, in their order
+    warned: dict[str, None] = {}
     for variant in list(experiment.cells)[: None if experiment.instances is None else 1]:
         options = Options(clock=experiment.clocks[variant], **experiment.options)
-        options.check(*experiment.cells[variant])
+        problem, algorithm = experiment.cells[variant]
+        options.check(problem, algorithm)
+        if (plan := options.plan(problem, algorithm)) is not None:
+            told |= dict.fromkeys(plan.sentences())
+            warned |= dict.fromkeys([plan.warning()])
+    for sentence in filter(None, warned):
+        warnings.warn(sentence, stacklevel=2)
     checkpoints.how_often("checkpoint_every", checkpoint_every)
     for text in track:
         made(text)
@@ -178,7 +188,9 @@ def execute(
             raise
         impatient = interrupted if result.status == "finished" else None
         untracked = tracking.close(impatient=impatient or (lambda: False))
-        return dataclasses.replace(result, unsaved=unsaved, untracked=tuple(untracked))
+        return dataclasses.replace(
+            result, unsaved=unsaved, untracked=tuple(untracked), privacy=tuple(told)
+        )
 
 
 def _solve_all(

@@ -23,6 +23,7 @@ from fedsolve.problem.samples import Samples
 from fedsolve.types import Message, PRNGKey, PyTree, Reply, Vector
 
 SUBSETS = 2**31 - 1  # a key that no exchange has
+SHARED = 2**31 - 4  # another one, of what all clients draw alike
 
 
 class Restricted(eqx.Module):
@@ -61,6 +62,11 @@ class Exchange:
         """The name of the method that clients run."""
         return self.method.__name__
 
+    @property
+    def shared_key(self) -> PRNGKey:
+        """The key of what all clients draw alike."""
+        return jax.random.fold_in(jax.random.fold_in(self.key, SHARED), self.number)
+
     def answer(
         self,
         index: Int[Array, ""],
@@ -94,7 +100,7 @@ class Exchange:
             to_draw = jax.random.fold_in(jax.random.fold_in(self.key, SUBSETS), index)
             client = client.restricted(jnp.ceil(message.contributions[index]), to_draw)
             message = message.message
-        client.clip = self.clip
+        client.clip, client.shared_key = self.clip, self.shared_key
         kept, reply = self.method(client, kept, *(() if message is None else (message,)))
         if client.moved_state is not None:
             reply = WithState(client.moved_state, reply)

@@ -81,10 +81,14 @@ class Summed(eqx.Module):
     """The sum of a cohort's answers, which nobody has one by one.
 
     Args:
-        words: The sum as ring elements, in the form of one dense answer with a leading axis of 1.
+        words: The sum as ring elements, in the form of one answer with a leading axis of 1.
+        like: The shapes of one answer, with its packets.
+        key: The data of the key that all of them share.
     """
 
     words: PyTree
+    like: PyTree = eqx.field(static=True, default=None)
+    key: Array | None = None
 
 
 class Sealed:

@@ -88,7 +88,8 @@ class Deployment(Federation):
         self, link: SummingRoster, exchange: Exchange, cohort: Cohort, asked: Flags
     ) -> tuple[Summed, Flags]:
         """Get the sum of the cohort's answers, and whose answers are in it."""
-        template = dense_shapes(link.protocol.exchanges[exchange.number].reply)
+        like = link.protocol.exchanges[exchange.number].reply
+        template = dense_shapes(like)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), np.uint32), template)
         size = len(cohort)
 
@@ -104,7 +105,7 @@ class Deployment(Federation):
         here = jax.ShapeDtypeStruct((size,), bool)
         arguments = (self.round, cohort, asked, exchange.message, self.w)
         total, arrived = self._call(ask, (shapes, here), *arguments)
-        return Summed(total), arrived
+        return Summed(total, like, jax.random.key_data(exchange.shared_key)), arrived
 
     def publish(self, packet: Packet, when: Flag = True) -> None:
         super().publish(packet, when)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8, UInt32
 
-from fedsolve.compression.clipping import dense
+from fedsolve.compression.clipping import summand
 from fedsolve.federation.rules import EVALUATION
 from fedsolve.flare.signatures import Identity
 from fedsolve.privacy import encoding
@@ -220,7 +220,7 @@ class SiteSums:
 
     def words_of_replies(self, method: str, rows: PyTree, size: int) -> Words:
         """Return the sum of some clients' answers as ring elements."""
-        known = jax.vmap(dense)(rows)
+        known = jax.vmap(summand)(rows)
         with _refusing():
             return self.rule.words(method, known, size, self._member.threshold)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -141,6 +142,7 @@ def together(multipliers: list[float]) -> float:
     return math.inf if total == 0 else 1 / math.sqrt(total)
 
 
+@functools.lru_cache(maxsize=1024)
 def curve(multiplier: float, sampling: Sampling) -> Curve:
     """Return the Rényi divergences of one sampled Gaussian mechanism."""
     orders = np.asarray(ORDERS, float)
@@ -211,9 +213,15 @@ class Spent(NamedTuple):
 
 @dataclasses.dataclass
 class Ledger:
-    """Writes ε in the history of a run, and keeps count in its state."""
+    """Writes ε in the history of a run, and keeps count in its state.
+
+    Args:
+        accountant: What rounds and evaluations cost.
+        noise: By column of the history, the standard deviation of the noise in its values.
+    """
 
     accountant: Accountant
+    noise: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def start(self, state: State) -> State:
         """Return a first state, which has spent nothing."""
@@ -248,7 +256,12 @@ class Ledger:
         if not spent:
             return state, entries
         counted = state.spent._replace(evaluations=jnp.int32(before + len(spent)))
-        entries = History({**entries, "epsilon": np.asarray(spent)})
+        noise = {
+            f"{name}_noise": np.full(len(spent), deviation)
+            for name, deviation in self.noise.items()
+            if name in entries
+        }
+        entries = History({**entries, "epsilon": np.asarray(spent), **noise})
         return dataclasses.replace(state, spent=counted), entries
 
 

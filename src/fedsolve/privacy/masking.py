@@ -29,7 +29,9 @@ repeated gets the same answer; one that contradicts an earlier one is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import operator
 import secrets
 from collections.abc import Iterable, Mapping
 
@@ -39,14 +41,19 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedsolve.privacy.encoding import SECRET_BYTES, SHARE_BYTES, Refused, Words, check_threshold
 
 PRIME = 2**521 - 1  # of the field of Shamir's scheme
 
+BLOCK = 2**15  # ring elements that are masked at a time
+ZEROS = memoryview(bytes(4 * BLOCK))
+
 Sealed = dict[int, bytes]  # by member: an encrypted pair of shares
+Mask = tuple[bytes, bool]  # a key, and whether its ring elements are added
 
 
 # Shamir's scheme
@@ -83,17 +90,25 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """
     if len(shares) < threshold:
         raise Refused(f"{len(shares)} shares are there, and {threshold} are needed.")
-    points = [(x + 1, int.from_bytes(share, "big")) for x, share in sorted(shares.items())]
-    total = 0
-    for i, (x, y) in enumerate(points[:threshold]):
-        above = below = 1
-        for j, (other, _) in enumerate(points[:threshold]):
-            if j != i:
-                above, below = above * other % PRIME, below * (other - x) % PRIME
-        total = (total + y * above * pow(below, -1, PRIME)) % PRIME
+    used = sorted(shares)[:threshold]
+    values = (int.from_bytes(shares[holder], "big") for holder in used)
+    total = sum(map(operator.mul, values, _factors(tuple(used)))) % PRIME
     if total >= 1 << (8 * SECRET_BYTES):
         raise Refused("The shares are not of one secret.")
     return total.to_bytes(SECRET_BYTES, "big")
+
+
+@functools.lru_cache(maxsize=16)
+def _factors(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what the shares of these holders are multiplied by to give the secret."""
+    found: list[int] = []
+    for holder in holders:
+        above = below = 1
+        for other in holders:
+            if other != holder:
+                above, below = above * (other + 1) % PRIME, below * (other - holder) % PRIME
+        found.append(above * pow(below, -1, PRIME) % PRIME)
+    return tuple(found)
 
 
 # Members
@@ -127,6 +142,7 @@ class Member:
         self._key = X25519PrivateKey.generate() if key is None else key
         self._uses: dict[bytes, _Use] = {}
         self._channels: dict[int, bytes] = {}
+        self._ciphers: dict[int, ChaCha20Poly1305] = {}  # of channels, which do not change
         self._threshold = 0
 
     @property
@@ -221,10 +237,11 @@ class Member:
             raise Refused(f"{len(inbox)} members sent shares, and {self._threshold} must.")
         if self.number not in inbox:
             raise Refused("The shares do not have this member's own.")
-        total = words + stream(kept.own, len(words))
+        masks = [(kept.own, True)]
         for other in sorted(others):
-            mask = stream(agreed(kept.key, kept.adverts[other], use + view), len(words))
-            total = total + mask if other > self.number else total - mask
+            key = agreed(kept.key, kept.adverts[other], use + view)
+            masks.append((key, other > self.number))
+        total = masked(words, masks)
         kept.masked, kept.inbox = (digest, total), dict(inbox)
         return total
 
@@ -267,7 +284,10 @@ class Member:
         return self._uses[use]
 
     def _cipher(self, other: int) -> ChaCha20Poly1305:
-        return ChaCha20Poly1305(agreed(self._key, self._channels[other], b"channel"))
+        if other not in self._ciphers:
+            key = agreed(self._key, self._channels[other], b"channel")
+            self._ciphers[other] = ChaCha20Poly1305(key)
+        return self._ciphers[other]
 
 
 # The server
@@ -313,20 +333,21 @@ class Collector:
         total = np.zeros(length, np.uint32)
         for vector in self.masked.values():
             total += vector
+        masks: list[Mask] = []
         for member in self.sealed:
             held = {holder: told[member] for holder, told in shares.items() if member in told}
             secret = combine(held, self.threshold)
             if member in there:
-                total -= stream(secret, length)
+                masks.append((secret, False))
                 continue
             key = X25519PrivateKey.from_private_bytes(secret)
             if key.public_key().public_bytes_raw() != self.adverts[member]:
                 raise Refused(f"The shares of member {member} do not give its key.")
             for other in there:
-                mask = stream(agreed(key, self.adverts[other], self.use + self.view), length)
                 # what `other` added or subtracted for this member
-                total = total - mask if member > other else total + mask
-        return total
+                shared = agreed(key, self.adverts[other], self.use + self.view)
+                masks.append((shared, member < other))
+        return masked(total, masks)
 
 
 def agreed(own: X25519PrivateKey, other: bytes, purpose: bytes) -> bytes:
@@ -339,9 +360,31 @@ def agreed(own: X25519PrivateKey, other: bytes, purpose: bytes) -> bytes:
 
 
 def stream(key: bytes, length: int) -> Words:
-    """Return ring elements from a key (ChaCha20)."""
-    made = Cipher(ChaCha20(key, bytes(16)), None).encryptor().update(bytes(4 * length))
-    return np.frombuffer(made, np.uint32)
+    """Return ring elements from a key (AES-256 in counter mode)."""
+    return masked(np.zeros(length, np.uint32), [(key, True)])
+
+
+def masked(words: Words, masks: Iterable[Mask]) -> Words:
+    """Return a vector with the ring elements of some keys added or subtracted.
+
+    Args:
+        words: The vector.
+        masks: Keys, and whether their elements are added.
+    """
+    total = words.copy()
+    streams = [(Cipher(AES(key), CTR(bytes(16))).encryptor(), adds) for key, adds in masks]
+    made = np.empty(BLOCK, np.uint32)
+    room = made.data.cast("B")
+    for first in range(0, len(total), BLOCK):  # blocks stay in the processor's cache
+        part = total[first : first + BLOCK]
+        count = len(part)
+        for encryptor, adds in streams:
+            encryptor.update_into(ZEROS[: 4 * count], room[: 4 * count])
+            if adds:
+                part += made[:count]
+            else:
+                part -= made[:count]
+    return total
 
 
 def _nonce(use: bytes, sender: int, receiver: int) -> bytes:

@@ -17,24 +17,21 @@ is sent, so that error feedback keeps the rest for later rounds.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
-from scipy.stats import norm
 
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.algorithms.participating import Participating
+from fedsolve.compression.clipping import dense
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.options import RoundOptions
-from fedsolve.federation.replies import Replies
-from fedsolve.federation.rules import EVALUATION, Context, Rule, SumsOnly, Weights, sums_only
+from fedsolve.federation.rules import EVALUATION
 from fedsolve.federation.state import State
 from fedsolve.fields import Scalar, check_count, check_positive, optional, scalar, static
 from fedsolve.participation.selection import Poisson, Random
@@ -47,14 +44,18 @@ from fedsolve.privacy.accounting import (
     least_scale,
     together,
 )
+from fedsolve.privacy.plan import NoisySums, Plan
+from fedsolve.privacy.sample_plan import plan_samples
+from fedsolve.problem.constraints import Mean
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.evaluation import client_values
 from fedsolve.runtimes.recording import RoundRecord, record_round
-from fedsolve.types import Info, PyTree
+from fedsolve.types import PyTree
 
 EVALUATIONS = ("private", "outside")
-TELLS_WHO = ("cohort", "available", "picks", "selection_skew")  # columns about who took part
+UNITS = ("client", "sample")
 By = Scalar | dict[str, Scalar]
+A = TypeVar("A", bound=Accountant)
 
 
 class Private(eqx.Module):
@@ -81,6 +82,9 @@ class Private(eqx.Module):
         rounds: The rounds for which the budget must last; None for those of the run.
         participants: The clients of a round for which the noise is planned; None for those of the
             algorithm, from which they must not differ.
+        unit: Whom it protects: `"client"`, or `"sample"`, one sample of a client. Then each client
+            clips what single samples say and adds noise itself (DP-SGD), and `clip`, `noise` and
+            `shares` go by `"gradient"`, `"measure"` (the constraint) and `"evaluation"`.
 
     Example:
         >>> import fedsolve as fs
@@ -100,6 +104,7 @@ class Private(eqx.Module):
     accountant: str = static("rdp")
     rounds: int | None = static(None)
     participants: int | None = static(None)
+    unit: str = static("client")
 
     def __check_init__(self):
         if self.clip is None:
@@ -118,6 +123,13 @@ class Private(eqx.Module):
             )
         if self.accountant not in ACCOUNTANTS:
             raise InvalidInput(f'accountant must be "rdp" or "pld", got {self.accountant!r}.')
+        if self.unit not in UNITS:
+            raise InvalidInput(f'unit must be "client" or "sample", got {self.unit!r}.')
+        if self.unit == "sample" and self.participants is not None:
+            raise InvalidInput(
+                "Privacy of samples counts every client as one that takes part: leave out "
+                "participants."
+            )
         for name in ("rounds", "participants"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -177,7 +189,14 @@ class Private(eqx.Module):
         Raises:
             InvalidInput: If the algorithm is not covered, or the budget allows no round.
         """
-        delta = self._delta(problem.n if clients is None else clients)
+        if self.unit == "sample":
+            if clients is not None:
+                raise InvalidInput(
+                    "A deployment's server knows the seed of its clients' noise, so privacy of "
+                    'samples is for simulations: take unit="client" with a secure sum.'
+                )
+            return plan_samples(self, problem, algorithm, rounds, evaluate_every)
+        delta = self.delta_for(problem.n if clients is None else clients, "clients")
         if problem.averages_state:
             raise InvalidInput(
                 "The state of the loss, which the server averages, is not covered by privacy: give "
@@ -196,16 +215,43 @@ class Private(eqx.Module):
             )
         quantities = _quantities(problem) if self.evaluation == "private" else 0
         known = set(names) | ({EVALUATION} if quantities else set())
-        for field in ("clip", "noise", "shares"):
-            _check_names(field, getattr(self, field), known)
-        planned = rounds if self.rounds is None else self.rounds
+        self.check_names(known)
 
-        def accountant(noise: Mapping[str, float]) -> Accountant:
+        def accountant(noise: dict[str, float]) -> Accountant:
             each = {name: z / sampling.sensitivity for name, z in noise.items()}
             one = together([each[name] for name, count in names.items() for _ in range(count)])
             looking = together([each[EVALUATION]] * quantities if quantities else [])
             return Accountant(one, looking, sampling, delta, self.accountant)
 
+        noise, found, affordable = self.settled(known, rounds, evaluate_every, accountant)
+        clips = self.clips_of(known)
+        rule = NoisySums(clips, noise, _size(sampling), self.evaluation == "private")
+        seen: dict[str, float] = {}
+        if quantities:
+            n = problem.n if clients is None else clients
+            seen["objective"] = noise[EVALUATION] * float(clips[EVALUATION]) / n
+            if isinstance(problem.constraint, Mean):
+                seen["constraint"] = seen["objective"]
+        sizes = {exchange.method: _length(exchange.reply) for exchange in record.exchanges}
+        evaluations = -(-affordable // evaluate_every) if quantities else 0
+        return Plan(rule, Ledger(found, seen), affordable, noise, sampling, sizes, evaluations)
+
+    def settled(
+        self,
+        known: set[str],
+        rounds: int,
+        evaluate_every: int,
+        accountant: Callable[[dict[str, float]], A],
+    ) -> tuple[dict[str, float], A, int]:
+        """Return the noise by name, its accountant, and how many of the rounds can be afforded.
+
+        Args:
+            known: The names of what gets noise.
+            rounds: The rounds of the run.
+            evaluate_every: The rounds between two evaluations.
+            accountant: Makes the accountant of some noise.
+        """
+        planned = rounds if self.rounds is None else self.rounds
         if self.noise is not None:
             noise = {name: _of(self.noise, name, "noise") for name in known}
         else:
@@ -230,139 +276,31 @@ class Private(eqx.Module):
                     f"One round costs ε = {found.epsilon(1, 1):.3g}, more than the budget "
                     f"{float(self.epsilon):g}: more noise would do."
                 )
-        clips = {name: _of(self.clip, name, "clip") for name in known}
-        rule = NoisySums(clips, noise, _size(sampling), self.evaluation == "private")
-        return Plan(rule, Ledger(found), affordable, noise, sampling)
+        return noise, found, affordable
 
-    def _delta(self, n: int) -> float:
+    def clips_of(self, known: set[str]) -> dict[str, Scalar]:
+        """Return the clip of each of these names."""
+        return {name: _of(self.clip, name, "clip") for name in known}
+
+    def check_names(self, known: set[str]) -> None:
+        """Raise if numbers are given for names that a run does not have."""
+        for field in ("clip", "noise", "shares"):
+            _check_names(field, getattr(self, field), known)
+
+    def delta_for(self, n: int, kind: str) -> float:
+        """Return δ for that many clients or samples."""
         delta = n**-1.1 if self.delta is None else float(self.delta)
         if delta >= 1 / n:
             raise InvalidInput(
-                f"delta must be below 1/n = {1 / n:.3g} for {n} clients, got {delta:g}: else a "
-                "client's data may be published as they are."
+                f"delta must be below 1/n = {1 / n:.3g} for {n} {kind}, got {delta:g}: else the "
+                "data of one of them may be published as they are."
             )
         return delta
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What `Private` means for one run.
-
-    Args:
-        rule: The rule through which answers go.
-        ledger: Counts what is spent.
-        rounds: How many rounds the budget allows.
-        noise: The multiplier z of each exchange.
-        sampling: How a round's clients are drawn, as far as it counts.
-    """
-
-    rule: NoisySums
-    ledger: Ledger
-    rounds: int
-    noise: dict[str, float]
-    sampling: Sampling
-
-    def deviation(self, name: str) -> float:
-        """Return the standard deviation of the noise in each number of an exchange's mean.
-
-        Args:
-            name: The exchange, such as `"measure"` for the constraint's values.
-        """
-        return self.noise[name] * float(self.rule.clips[name]) / self.sampling.expected
-
-    def margin(self, name: str = "measure", confidence: float = 0.95) -> float:
-        """Return a bound on the noise of an exchange's mean in all rounds of the run at once.
-
-        FedSGM reduces the objective in rounds with Ĝ ≤ τ. With this confidence the constraint's
-        mean over clients, of values within the clip, is at most τ + margin in all of these; for a
-        convex constraint and everyone in the cohort, so is g at the mean of their parameters.
-
-        Args:
-            name: The exchange; its replies are single numbers.
-            confidence: The probability with which the bound holds.
-
-        Raises:
-            InvalidInput: If the confidence is no probability between 0 and 1.
-        """
-        if not 0 < confidence < 1:
-            raise InvalidInput(f"confidence must lie between 0 and 1, got {confidence}.")
-        return self.deviation(name) * float(norm.isf((1 - confidence) / self.rounds))
-
-
-class NoisySums(Rule):
-    """The rule of a private run: clipped replies, of which only noisy sums can be had."""
-
-    clips: Mapping[str, Scalar]
-    noises: Mapping[str, Scalar]
-    # The number over which means are taken, where it must not be told who took part
-    size: float | None = eqx.field(static=True, default=None)
-    evaluation: bool = eqx.field(static=True, default=True)
-    default: Scalar | None = None  # the clip of exchanges that have none
-
-    def clip_of(self, name: str) -> Scalar:
-        clip = self.clips.get(name, self.default)
-        if clip is None:
-            raise InvalidInput(
-                f"The exchange {name!r} has no clip, so what clients answer is not covered: give "
-                f"clip={{{name!r}: ...}} the largest norm of an answer."
-            )
-        return clip
-
-    def covers_evaluation(self) -> bool:
-        return self.evaluation
-
-    def receive(self, replies: Replies, context: Context) -> Replies:
-        name, size = context.name, None if context.name == EVALUATION else self.size
-        noise = self.noises.get(name, 1.0) * self.clip_of(name)
-        plain = replies  # a secure sum, or the answers themselves
-        if not isinstance(replies, SumsOnly):
-            plain = Replies(replies.values, replies.arrived)
-        known: list[tuple[Weights, PyTree]] = []  # each sum is computed, and paid for, once
-
-        def released(weights: Weights) -> PyTree:
-            for earlier, total in known:
-                if earlier is weights:
-                    return total
-            if weights is not None and size is not None:
-                raise InvalidInput(
-                    "With clients drawn at random, privacy covers means with equal weights only: "
-                    "ask everyone, or leave out weights."
-                )
-            context.release(name)
-            mask = jnp.asarray(replies.arrived, jnp.result_type(float))
-            most = jnp.max(jnp.abs(mask if weights is None else mask * weights))
-            deviation = noise * (most if size is None else 1.0)
-            total = jax.tree.map(lambda leaf: _noisy(leaf, deviation, context), plain.sum(weights))
-            known.append((weights, total))
-            return total
-
-        def compute(weights: Weights, mean: bool) -> PyTree:
-            total = released(weights)
-            if not mean:
-                return total
-            if size is not None:
-                over: Any = size
-            elif weights is None:
-                over = jnp.maximum(plain.count, 1)
-            else:
-                over = jnp.sum(jnp.where(replies.arrived, weights, 0))
-                over = jnp.where(over > 0, over, 1)
-            return jax.tree.map(lambda leaf: (leaf / over).astype(leaf.dtype), total)
-
-        why = (
-            f"The algorithm looks at single answers of {name!r}, which privacy does not cover: "
-            "take an algorithm and a weighting that use sums only (weighting=None, uniform draws)."
-        )
-        return sums_only(replies, why, compute, size)
-
-    def published(self, info: Info) -> Info:
-        if self.size is None:
-            return info
-        return {column: value for column, value in info.items() if column not in TELLS_WHO}
-
-
-def _noisy(leaf: Float[Array, "..."], deviation: Scalar, context: Context) -> Float[Array, "..."]:
-    return leaf + (deviation * context.draw(jnp.shape(leaf))).astype(leaf.dtype)
+def _length(reply: PyTree) -> int:
+    """Return how many numbers an answer has, given its shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(dense, reply)))
 
 
 def _size(sampling: Sampling) -> float | None:

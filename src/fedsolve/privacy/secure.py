@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
-from fedsolve.compression.clipping import Scaled, dense, is_packet
+from fedsolve.compression.clipping import Scaled, is_packet, spread, summand
 from fedsolve.compression.packets import Packet, Sparse
 from fedsolve.errors import InvalidInput
 from fedsolve.federation.replies import Replies
@@ -132,6 +132,7 @@ class SecureSum(Rule):
             bound = clip * jnp.where(most > 0, most, 1)
             scale = (LARGEST - size) / (size * bound)
             found = jax.tree.map(lambda leaf: ring_sum(leaf, given, heard, scale), rows)
+            found = spread(found, jax.tree.map(lambda leaf: leaf[0], replies.values))
             if not mean:
                 return found
             over = jnp.sum(jnp.where(heard, given, 0))
@@ -152,7 +153,8 @@ class SecureSum(Rule):
                 )
             scale = self.scale(name, len(heard))
             over = jnp.maximum(jnp.sum(heard), 1) if mean else 1
-            return jax.tree.map(lambda words: decoded(words[0], scale) / over, known.words)
+            found = jax.tree.map(lambda words: decoded(words[0], scale) / over, known.words)
+            return found if known.like is None else spread(found, known.like, known.key)
 
         return total
 
@@ -191,8 +193,8 @@ def words_of(rows: PyTree, scale: Float[Array, ""]) -> UInt32[Array, " words"]:
 
 
 def dense_shapes(reply: Reply) -> PyTree:
-    """Return the shapes of an answer in its dense form, given those of the answer."""
-    return jax.eval_shape(dense, reply)
+    """Return the shapes of what is added up of an answer, given those of the answer."""
+    return jax.eval_shape(summand, reply)
 
 
 def unflattened(words: UInt32[np.ndarray, " words"], template: PyTree) -> PyTree:
@@ -207,7 +209,7 @@ def unflattened(words: UInt32[np.ndarray, " words"], template: PyTree) -> PyTree
 
 
 def _dense(replies: Reply) -> PyTree:
-    return jax.vmap(dense)(replies)
+    return jax.vmap(summand)(replies)
 
 
 def _check_dense(values: Reply, name: str) -> None:
@@ -217,8 +219,8 @@ def _check_dense(values: Reply, name: str) -> None:
         if isinstance(inner, Sparse):
             raise InvalidInput(
                 f"The packets of {name!r} say which entries they keep, which differ from client to "
-                "client and would not be hidden: take uplink=Identity(), or a quantiser such as "
-                "QSGD."
+                "client and would not be hidden: take uplink=Identity(), a quantiser such as QSGD, "
+                "or RandK(shared=True), which keeps the same ones at all clients."
             )
 
 

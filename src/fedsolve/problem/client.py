@@ -100,6 +100,7 @@ class Client:
         self._problem = problem
         self._samples = samples
         self._now = _Now(memory, problem.state)
+        self.shared_key = key  # one that all clients of the exchange have, where there are others
         self.clip: Scalar | None = None  # the largest norm of a reply, where replies are clipped
 
     @property

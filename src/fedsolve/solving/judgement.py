@@ -16,10 +16,12 @@ def judgement(history: Mapping[str, np.ndarray], tolerance: float | int) -> str:
 
     A run oscillates if the switch, or f and g, turn around in most steps, with an amplitude that
     can be seen; it still falls if the second half of the quarter has a mean f that is lower than
-    that of the first by 2% of the whole fall. Otherwise it has settled.
+    that of the first by 2% of the whole fall. Otherwise it has settled. Values with noise, of a
+    private run, tell whether g is feasible only where it is two deviations away from the tolerance.
 
     Args:
-        history: Columns by name, with `round` and `objective`, perhaps `constraint` and `switch`.
+        history: Columns by name, with `round` and `objective`, perhaps `constraint` and `switch`;
+            of a private run `objective_noise`, and `constraint_noise` where that is known.
         tolerance: Up to which g a round is feasible.
 
     Returns:
@@ -38,6 +40,8 @@ def judgement(history: Mapping[str, np.ndarray], tolerance: float | int) -> str:
         g oscillates from round to round: try a smaller step or soft switching.
     """
     f = np.asarray(history.get("objective", ()), float)
+    if len(f) and "objective_noise" in history:
+        return _with_noise(history, tolerance)
     if len(f) < SHORTEST or not np.isfinite(f).all():
         return ""
     last = slice(-max(SHORTEST, len(f) // 4), None)
@@ -71,6 +75,21 @@ def judgement(history: Mapping[str, np.ndarray], tolerance: float | int) -> str:
         parts.append("f has settled")
     end = f": try {'; or '.join(advice)}." if advice else "."
     return "; ".join(parts) + end
+
+
+def _with_noise(history: Mapping[str, np.ndarray], tolerance: float | int) -> str:
+    """Return what can be said of values that have noise."""
+    said = f"f is known up to noise of ±{float(history['objective_noise'][-1]):.3g}"
+    if "constraint" not in history:
+        return f"{said}."
+    if "constraint_noise" not in history:
+        return f"{said}; g follows from sums with noise: whether it is feasible is not known."
+    g, noise = float(history["constraint"][-1]), float(history["constraint_noise"][-1])
+    known = abs(g - tolerance) > 2 * noise
+    verdict = "not known to be feasible"
+    if known:
+        verdict = "feasible" if g <= tolerance else "not feasible"
+    return f"{said}, g = {g:.3g} ± {noise:.3g} is {verdict} (g ≤ {tolerance:g})."
 
 
 def _scale(values: np.ndarray) -> float:

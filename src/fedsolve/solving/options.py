@@ -17,7 +17,8 @@ from fedsolve.federation.options import Arrivals, Follow, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.fields import check_count, check_kind, check_seed
-from fedsolve.privacy.private import Plan, Private
+from fedsolve.privacy.plan import Plan
+from fedsolve.privacy.private import Private
 from fedsolve.privacy.secure import SecureSum
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.history import History
@@ -146,7 +147,9 @@ class Options:
         if self.privacy is None:
             return
         check_kind("privacy", self.privacy, Private)
-        if self.aggregation is not None and not isinstance(self.aggregation, SecureSum):
+        of_clients = self.privacy.unit == "client"
+        sums = self.aggregation is None or isinstance(self.aggregation, SecureSum)
+        if of_clients and not sums:
             raise InvalidInput(
                 f"{type(self.aggregation).__name__} is no sum, and privacy covers sums only: leave "
                 "out aggregation. Privacy bounds the norm of every answer already."
@@ -157,6 +160,11 @@ class Options:
                     'With evaluation="outside" a rule would stop the run by exact values, which '
                     "privacy does not cover: leave out stop, or make the evaluation private."
                 )
+        elif not of_clients and getattr(self.stop, "gradient", False):
+            raise InvalidInput(
+                "A rule on ‖∇f(w)‖² sees every client's gradient without noise: stop by the "
+                'objective, or give evaluation="outside".'
+            )
         elif self.follow:
             raise InvalidInput(
                 "What follow computes sees clients' data without noise, which privacy does not "
@@ -178,7 +186,7 @@ class Options:
             self.followed,
             self.clock,
             self.aggregation,
-            None if plan is None else plan.rule,
+            None if plan is None else plan.applied,
             self.mesh,
             self.milestones,
         )

@@ -25,7 +25,8 @@ from fedsolve.federation.options import Arrivals, RoundOptions, Stop
 from fedsolve.federation.rules import Rule
 from fedsolve.federation.state import State
 from fedsolve.privacy.accounting import Ledger
-from fedsolve.privacy.private import Plan, Private
+from fedsolve.privacy.plan import Plan
+from fedsolve.privacy.private import Private
 from fedsolve.problem.problem import Problem
 from fedsolve.runtimes.base import Runtime
 from fedsolve.runtimes.debug import Debug
@@ -170,7 +171,8 @@ def solve(
         if bar is not None:
             stack.callback(bar.close)
         dtype = stack.enter_context(precision_of(precision))
-        made = _made(problem, algorithm, options, round_options, dtype, stack)
+        played = problem if plan is None else plan.problem_of(problem)
+        made = _made(played, algorithm, options, round_options, dtype, stack)
         ledger = None if plan is None else plan.ledger
         rounds = _affordable(rounds, plan, saved)
         state, chunks = _beginning(made, saved, options, ledger)
