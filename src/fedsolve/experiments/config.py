@@ -51,7 +51,7 @@ PARTS_OF_RUN: dict[str, Mapping[str, Callable[..., object]]] = {
 }
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
 DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience", "alarms")
-ALARMS = ("refuse", "note")  # what a server does about answers out of all proportion
+ALARMS = ("refuse", "clip", "note")  # what a server does about answers out of all proportion
 SECTIONS = ("title", "problem", "algorithm", "clock", "run", "variants", "deploy")
 
 
