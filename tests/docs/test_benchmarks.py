@@ -21,6 +21,7 @@ RUNS = {  # by the command: a text that it prints; None if it only writes a file
     "choose.py": "| FedADMM, k_0 = 5 |",
     "cifar_table.py": "FedAvg + PoC, seed 0",
     "cluster/job.py --rounds 3": "1 processes",
+    "constrained.py neyman-pearson": "| Safe-EF, Top-K 0.1 |",
     "costs.py": "| IncentFedAvg |",
     "deployment.py": "state as large as w: bare",
     "exact_sums.py": "| 20 | 100 |",

@@ -20,7 +20,7 @@ class ResidualBalancing(eqx.Module):
     """Raise the penalties where the primal residual is larger, lower them where the dual one is.
 
     Args:
-        ratio: The penalties change where one relative residual exceeds so many times the other.
+        ratio: The penalties change where one relative residual exceeds `ratio` times the other.
         factor: The factor by which they change.
         until: The number of rounds after which they stay as they are, so that convergence is that
             of fixed penalties.

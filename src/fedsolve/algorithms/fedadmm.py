@@ -12,7 +12,7 @@ iteration (15).
 | `penalty` | σ_i | a number c: σ_i = c α_i r_i; `"theory"`: c = 3 (Theorem 4.1); an array: σ_i |
 | `accuracy` | ε_i^0 | k_0² unless given |
 | `decay` | ν_i | ε_i ← ν_i ε_i in every iteration (5) |
-| `inner_steps` | κ | at most so many steps (15); None: until the residual (6) is small enough |
+| `inner_steps` | κ | the most steps (15); None: until the residual (6) is small enough |
 | `lipschitz` | r_i | of ∇f_i; estimated where not given (bounded for `penalty="theory"`) |
 | `dual_start` | π_i^0 | `"zero"` as in the experiments, `"gradient"`: −α_i ∇f_i(w^0), Algorithm 1 |
 | `dual` | π_i | kept by client i |

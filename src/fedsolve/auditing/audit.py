@@ -315,7 +315,7 @@ def _judge(
     stretched = [_stretch(claim, [part[k] for part in parts]) for k in claim.cells]
 
     def between(factor: float) -> tuple[float, float]:
-        """Return the confidence bounds if there were so many times the samples."""
+        """Return the confidence bounds if there were `factor` times the samples."""
         each = [
             _bounds(claim, _times(one, factor), span, stretch, failure / _shares(claim))
             for one, span, stretch in zip(sums, spans, stretched, strict=True)

@@ -493,7 +493,7 @@ def _real(values: object, mask: object) -> np.ndarray:
 def _check_codes(
     name: str, what: str, column: str, values: Any, mask: object, known: tuple[int, ...]
 ) -> None:
-    """Raise if a column of labels or groups has a value that is none of those known."""
+    """Raise if a column of labels or groups has a value that is not among the known ones."""
     codes = np.asarray(values[column])
     if codes.ndim != 2:
         raise InvalidInput(f"{name}: the {what} {column!r} must have one number for each sample.")

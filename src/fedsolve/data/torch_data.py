@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 from fedsolve.errors import InvalidInput
 from fedsolve.types import PyTree
 
-READ_TWICE = 3  # so many samples show whether a dataset draws its samples anew each time
+READ_TWICE = 3  # samples read twice, to see whether a dataset draws them anew each time
 
 
 def is_loader(data: object) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
@@ -66,19 +67,27 @@ class Best(eqx.Module):
             counts: Whether this evaluation counts at all.
         """
         kind = self.objective.dtype
-        f = jnp.asarray(entry.get("weighted_objective", entry["objective"]), kind)
-        g, feasible = jnp.zeros((), kind), jnp.asarray(True)
+        known = not any(
+            isinstance(leaf, Tracer)
+            for leaf in jax.tree.leaves((self.objective, dict(entry), round, complete, counts))
+        )
+        xp = np if known else jnp  # where numbers are known, JAX would dispatch them one by one
+        f = xp.asarray(entry.get("weighted_objective", entry["objective"]), kind)
+        g, feasible = xp.zeros((), kind), xp.asarray(True)
         if "constraint" in entry:
-            g = jnp.asarray(entry.get("weighted_constraint", entry["constraint"]), kind)
-            feasible = jnp.asarray(complete) & (g <= tolerance)
-        complete = jnp.asarray(complete)
-        less = jnp.where(feasible, f < self.objective, g < self.constraint)
-        fuller = jnp.where(complete == self.complete, less, complete)
-        is_better = (self.round == 0) | jnp.where(feasible == self.feasible, fuller, feasible)
-        is_better = is_better & jnp.isfinite(f) & jnp.isfinite(g) & counts
-        other = Best(w, jnp.asarray(round, jnp.int32), f, g, feasible, complete, buffers)
-        if not isinstance(is_better, Tracer):  # `cond` would compile a program for it
-            return other if bool(is_better) else self
+            g = xp.asarray(entry.get("weighted_constraint", entry["constraint"]), kind)
+            feasible = xp.asarray(complete) & (g <= tolerance)
+        complete = xp.asarray(complete)
+        less = xp.where(feasible, f < self.objective, g < self.constraint)
+        fuller = xp.where(complete == self.complete, less, complete)
+        is_better = (self.round == 0) | xp.where(feasible == self.feasible, fuller, feasible)
+        is_better = is_better & xp.isfinite(f) & xp.isfinite(g) & counts
+        if known and not bool(is_better):
+            return self
+        found = (xp.asarray(round, np.int32), f, g, feasible, complete)
+        other = Best(w, *jax.tree.map(jnp.asarray, found), buffers)
+        if known:
+            return other
         return lax.cond(is_better, lambda a, b: a, lambda a, b: b, other, self)
 
 

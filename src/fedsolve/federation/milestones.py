@@ -1,4 +1,4 @@
-"""Evaluations after so many messages or bytes, in place of so many rounds."""
+"""Evaluations after a number of messages or bytes instead of a number of rounds."""
 
 from __future__ import annotations
 

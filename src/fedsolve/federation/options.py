@@ -31,7 +31,7 @@ class RoundOptions(eqx.Module):
     aggregation: Rule | None = None
     privacy: Rule | None = None
     mesh: Mesh | None = eqx.field(static=True, default=None)
-    milestones: Milestones | None = None  # None: evaluate after so many rounds
+    milestones: Milestones | None = None  # None: evaluate every few rounds
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -144,7 +144,7 @@ def fewest_samples(samples: Samples) -> int:
 
 
 def significant(values: np.ndarray, digits: int) -> np.ndarray:
-    """Round floating-point numbers to so many significant digits."""
+    """Round floating-point numbers to a number of significant digits."""
     if not np.issubdtype(values.dtype, np.floating):
         return values
     rounded = [float(f"{value:.{digits - 1}e}") for value in values.ravel().tolist()]

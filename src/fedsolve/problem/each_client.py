@@ -91,7 +91,7 @@ class EachClient(Constraint):
         """Compute the largest g_j, or that of the share, and who is to descend."""
         values = jnp.where(replies.arrived, replies.values, -jnp.inf)
         count = jnp.maximum(replies.count, 1)
-        # The share's value: so many clients may be above it.
+        # The share's value: at most this many clients may be above it.
         spared = count - jnp.ceil(self.share * count - 1e-6).astype(jnp.int32)
         g = jnp.sort(values)[::-1][jnp.minimum(spared, len(values) - 1)]
         slack = 1e-5 * (1 + jnp.abs(g))  # a client's value there may differ in its last bits

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from fedsolve.types import Function, PyTree
 
-SHARE = 8  # the largest result may be one part of so many of the data
+SHARE = 8  # the largest result may be this fraction of the data (1/8)
 
 
 def is_light(function: Function, *arguments: PyTree) -> bool:
