@@ -68,7 +68,7 @@ def test_exact_solutions_refuse_other_objectives():
         fs.solve(other, fs.FedADMM(solver="exact"), rounds=1)
 
 
-@pytest.mark.parametrize("bound", [None, 0.4])
+@pytest.mark.parametrize("bound", [pytest.param(None, marks=pytest.mark.slow), 0.4])
 def test_the_lasso_is_that_of_cvxpy_and_scikit_learn(problem, bound):
     import cvxpy as cp
     from sklearn.linear_model import Lasso
@@ -132,6 +132,7 @@ def test_residuals_are_those_of_the_states(problem):
     assert max(run.history["primal_residual"][-1], run.history["dual_residual"][-1]) < 1e-8
 
 
+@pytest.mark.slow
 def test_residuals_leave_the_run_as_it_is(problem):
     plain, told = (solve(problem, participants=3, residuals=on) for on in (False, True))
     np.testing.assert_array_equal(plain.params, told.params)
@@ -221,12 +222,14 @@ def test_late_answers_count_in_the_next_round(problem):
     np.testing.assert_allclose(end.params, optimum, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_with_nobody_late_it_is_the_usual_run(problem):
     everyone = fs.participation.FirstAnswers(3)
     late = solve(problem, participants=3, availability=everyone, late="next")
     np.testing.assert_allclose(late.params, solve(problem, participants=3).params, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_late_answers_in_other_runtimes(problem):
     options = {"participants": 4, "penalty": 1.0, "late": "next", "residuals": True}
     options |= {"balance": fs.ResidualBalancing(), "regularizer": fs.L1(0.1)}

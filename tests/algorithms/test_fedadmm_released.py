@@ -59,7 +59,7 @@ def logistic_problem(m, rng):
 
 
 @pytest.mark.parametrize("accuracy", [None, 1e-5])
-@pytest.mark.parametrize("logistic", [False, True])
+@pytest.mark.parametrize("logistic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_follows_the_program(logistic, accuracy):
     """With ε_i = k_0² one inner step is enough; with a small ε_i there are up to three."""
     m, k0, rng = 7, 4, np.random.default_rng(0)

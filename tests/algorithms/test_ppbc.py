@@ -75,7 +75,9 @@ def tilde(state, gamma, theta):
 
 
 @pytest.mark.parametrize("counting", ["retained", "renormalised", "uniform"])
-@pytest.mark.parametrize("weighting", ["FOLB", "PowerOfChoice"])
+@pytest.mark.parametrize(
+    "weighting", [pytest.param("FOLB", marks=pytest.mark.slow), "PowerOfChoice"]
+)
 def test_the_virtual_sequence_moves_by_everyones_mean_gradient(weighting, counting):
     """Whatever is selected, x̃ ← x̃ − γ[(1 − θ)(1/M) Σ ∇f_m(x) + θ g_prev], exactly."""
     gamma, theta = 0.05, 0.01

@@ -34,7 +34,7 @@ def test_it_follows_the_transcription(each_client):
     assert mu.mean() > 0.1
 
 
-@pytest.mark.parametrize("each_client", [False, True])
+@pytest.mark.parametrize("each_client", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lost_answers_take_time_and_change_no_number(each_client):
     problem = examples.least_squares()
     algorithm = fs.ProxAL(0.05, 0.1, steps=3, local_steps=2, each_client=each_client)

@@ -287,6 +287,7 @@ class Server:
 
 
 @needs_mlflow
+@pytest.mark.slow
 def test_a_server_that_comes_and_goes_has_everything_in_the_end(tmp_path):
     server, told = Server(tmp_path), tmp_path / "told"
     name = f"mlflow={server.address}"

@@ -367,7 +367,7 @@ def test_the_commands_of_an_owner(tmp_path):
             process.stdout.close()
 
 
-@pytest.mark.parametrize("where", ["server", "site-1"])
+@pytest.mark.parametrize("where", [pytest.param("server", marks=pytest.mark.slow), "site-1"])
 def test_a_job_with_code_is_refused(federation, tmp_path, where):
     """FLARE would let such a job run whatever it names. Each machine refuses it by itself."""
     path = write_job(tmp_path, experiment(1).resolved, f"code-{where}", ["site-1"])

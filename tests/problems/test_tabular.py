@@ -113,8 +113,12 @@ TABLES = [
 
 @pytest.mark.parametrize(
     "options",
-    [{"constraint": "demographic_parity", "bound": 0.1}, {"constraint": TABLES}],
-    ids=["gap", "by name"],
+    [
+        pytest.param(
+            {"constraint": "demographic_parity", "bound": 0.1}, id="gap", marks=pytest.mark.slow
+        ),
+        pytest.param({"constraint": TABLES}, id="by name"),
+    ],
 )
 def test_a_deployment_from_own_files_gives_the_simulations_numbers(folder, tmp_path, options):
     """Sites read their own files; six clients at four sites."""

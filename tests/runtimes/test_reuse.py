@@ -36,7 +36,12 @@ class Plain(fs.FedADMM):
 
 @pytest.mark.parametrize(
     ("given", "evaluate_every"),
-    [({}, 1), ({}, 2), ({"dual_start": "gradient"}, 1), ({"accuracy": 1e-4}, 3)],
+    [
+        ({}, 2),
+        ({"accuracy": 1e-4}, 3),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({"dual_start": "gradient"}, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_runs_are_those_without_reuse(given, evaluate_every):
     """w moves before the first gradients with dual_start, and between evaluations."""

@@ -13,12 +13,13 @@ import fedsolve as fs
 from fedsolve.solving import checkpoint as checkpoints
 from tests.support import sharded
 from tests.support.documents import ROOT
+from tests.support.environment import QUICK
 
 LIMIT = 240  # seconds: a run must never hang
 
 
 def start(devices, *words, out=subprocess.PIPE):
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{QUICK} --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.sharded", *map(str, words)],
         cwd=ROOT,

@@ -344,3 +344,10 @@ def test_a_full_or_read_only_disk_on_the_command_line(fedsolve, tmp_path, monkey
     assert fedsolve(*again)[0] == 0  # there is room again
     assert fedsolve("run", "neyman-pearson", "--rounds", 60, *words, "y")[0] == 0
     assert results(tmp_path / "x") == results(tmp_path / "y")
+
+
+def test_the_order_of_names_makes_no_other_problem():
+    """JAX may sort a dict, which would make a checkpoint one of a different run."""
+    one, other = {"x": np.ones(2), "y": np.zeros(1)}, {"y": np.zeros(1), "x": np.ones(2)}
+    assert checkpoints.fingerprint(one) == checkpoints.fingerprint(other)
+    assert checkpoints.fingerprint(one) != checkpoints.fingerprint({"x": one["y"], "y": one["x"]})

@@ -211,7 +211,9 @@ def as_record(values: Values) -> dict[str, Any]:
 
 def sharded(names: list[str]) -> dict[str, dict[str, Any]]:
     """Cases over two devices, which a process must be started with."""
-    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    from tests.support.environment import QUICK
+
+    flags = os.environ | {"XLA_FLAGS": f"{QUICK} --xla_force_host_platform_device_count=2"}
     code = "import json, sys; from tests.support.record import print_cases as show; "
     code += "show(json.loads(sys.argv[1]))"
     words = [sys.executable, "-c", code, json.dumps(names)]

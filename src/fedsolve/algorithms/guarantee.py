@@ -132,7 +132,7 @@ class Guarantee:
 
 
 class AfterEpochs(eqx.Module):
-    """A stopping rule: stop when a number of epochs have ended; the history has ‖∇f(w)‖² if wanted."""
+    """A stopping rule: stop after a number of epochs; the history has ‖∇f(w)‖² if wanted."""
 
     count: int = eqx.field(static=True)
     gradient: bool = eqx.field(static=True, default=False)

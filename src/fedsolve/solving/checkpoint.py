@@ -233,7 +233,7 @@ def _feed(update: Callable[[bytes], None], thing: object) -> None:
         for field in dataclasses.fields(thing):
             _feed(update, (field.name, getattr(thing, field.name, None)))
     elif isinstance(thing, dict):
-        _feed(update, list(thing.items()))
+        _feed(update, sorted(thing.items(), key=lambda item: str(item[0])))  # in any order the same
     elif isinstance(thing, list | tuple):
         update(f"[{len(thing)}".encode())
         for part in thing:
