@@ -129,6 +129,19 @@ def test_a_run_that_is_over_says_how_it_ended(results, told):
     assert admin_of(server).overview()[-1] == f"run trial: {told}"
 
 
+def test_a_job_that_only_has_the_name_of_a_run_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv(HOME, str(tmp_path))
+    home = jobs._run_folder("trial")
+    coordinator = jobs.Coordinator(json.dumps(experiment(1).resolved), "trial")
+    (home / "experiment.json").write_text("{}")
+    with pytest.raises(jobs._NameTaken, match="belongs to a different experiment"):
+        coordinator._all_runs()
+    monkeypatch.setattr(jobs, "_results", lambda: tmp_path)
+    coordinator._stop("No.", refused=True)
+    kept = json.loads((tmp_path / jobs.STOPPED).read_text())
+    assert [kept] == coordinator._news == [{"error": "No.", "refused": True}]
+
+
 def test_a_revoked_site_is_asked_no_more(monkeypatch):
     server = Server([job("RUNNING", alive=True)])
     admin = admin_of(server)
