@@ -77,10 +77,12 @@ CASES = {
         0.05, 10, 5, tiny(500, 3), tiny([3, 1, 0.3, 0.1, 0.03], [0.1]), tiny(3, 1), 3, convex=True,
     ),
     "adult-sex": Case(
-        adult("demographic_parity"), 0.05, 5, 2, tiny(200, 2), tiny([0.3, 0.1], [0.1]), tiny(3, 1), 1
+        adult("demographic_parity"),
+        0.05, 5, 2, tiny(200, 2), tiny([0.3, 0.1], [0.1]), tiny(3, 1), 1,
     ),
     "adult-race-sex": Case(
-        adult(GROUPS), 0.0, 5, 2, tiny(200, 2), tiny([0.3, 0.1], [0.1]), tiny(3, 1), 1
+        adult(GROUPS),
+        0.0, 5, 2, tiny(200, 2), tiny([0.3, 0.1], [0.1]), tiny(3, 1), 1,
     ),
     "tcga-brca": Case(
         regions, 0.0, None, 10, tiny(200, 3), tiny([0.3, 0.1, 0.03, 0.01], [0.1]), tiny(3, 1),

@@ -18,7 +18,7 @@ def pytest_runtest_teardown(nextitem):
     maps = Path("/proc/self/maps")  # it takes a while to read
     if next(tests_done) % 10 or not maps.exists():
         return
-    if maps.read_bytes().count(b"\n") > 30_000:
+    if maps.read_bytes().count(b"\n") > 20_000:
         import jax  # not before the environment above is set
 
         jax.clear_caches()
