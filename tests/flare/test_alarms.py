@@ -1,10 +1,12 @@
 """Sites that lie: answers that are too large or never change, and values that cannot be."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedsolve as fs
+from fedsolve.compression.clipping import limit
 from fedsolve.flare.alarms import (
     CLIENT,
     JUMP,
@@ -13,6 +15,7 @@ from fedsolve.flare.alarms import (
     SAME,
     SETTLED,
     Alarms,
+    clipped,
     digests_of,
     norms_of,
 )
@@ -20,7 +23,7 @@ from fedsolve.flare.participation import Participation, alarm_texts, gaps
 from fedsolve.flare.roster import Roster
 from fedsolve.flare.server import saved_participation, serve
 from fedsolve.runtimes.placement import numbers_on_device, precision_of
-from fedsolve.storage.arrays import decode, encode
+from fedsolve.storage.arrays import Refused, decode, encode
 from tests.support import examples
 from tests.support.in_process import SITES, Wires
 
@@ -121,20 +124,31 @@ def test_zeros_are_no_answer_that_is_repeated():
 
 @pytest.mark.parametrize(
     "compressor",
-    [fs.Identity(), fs.TopK(0.4), fs.Float8(), fs.RandK(0.5)],
+    [
+        *(fs.Identity(), fs.TopK(0.4), fs.Float8(), fs.Float16(), fs.RandK(0.5)),
+        fs.Compose(fs.TopK(0.4), fs.Float8()),
+        lambda row, key: limit(fs.TopK(0.4)(row), 1.0),
+    ],
     ids=lambda c: type(c).__name__,
 )
-def test_norms_are_those_of_the_vectors(compressor):
-    import jax
-
+def test_norms_are_those_of_the_vectors_also_of_clipped_ones(compressor):
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((5, 10)))
     keys = jax.random.split(jax.random.key(0), 5)
     packets = jax.vmap(lambda row, key: compressor(row, key))(rows, keys)
-    numbers = jnp.arange(5.0)
-    dense = jax.vmap(lambda packet: packet.dense())(packets)
-    reply = jax.tree.map(np.asarray, (packets, numbers))
-    expected = np.sqrt(np.sum(np.asarray(dense) ** 2, 1) + np.arange(5.0) ** 2)
-    np.testing.assert_allclose(norms_of(reply), expected, rtol=1e-5)
+    reply = jax.tree.map(np.asarray, (packets, jnp.arange(5.0)))
+
+    def vectors(reply):
+        dense = jax.vmap(lambda packet: packet.dense())(jax.tree.map(jnp.asarray, reply[0]))
+        return np.column_stack([dense, reply[1]])
+
+    norms = np.linalg.norm(vectors(reply), axis=1)
+    np.testing.assert_allclose(norms_of(reply), norms, rtol=1e-5)
+    short = clipped(reply, most := float(np.sort(norms)[2]))
+    assert jax.tree.structure(short) == jax.tree.structure(reply)
+    factors = np.minimum(1, most / norms)
+    np.testing.assert_allclose(vectors(short), factors[:, None] * vectors(reply), rtol=1e-5)
+    with pytest.raises(Refused, match="cannot be clipped"):
+        clipped((reply[0], np.arange(5)), 1.0)
 
 
 class Liar(Wires):
@@ -202,7 +216,7 @@ def lied_to(tmp_path, lie, rounds=30, policy="refuse", site="site-4"):
         placed, tuned = problem.on_device(dtype), numbers_on_device(algorithm, dtype)
         link = Roster(wires, placed, tuned, notes.append, alarms=policy)
     home = tmp_path / "server"
-    home.mkdir()
+    home.mkdir(parents=True)
     run = serve(link, list(SITES), problem, algorithm, rounds, 0, home, precision="float64")
     return run, saved_participation(home / "server"), notes
 
@@ -230,12 +244,36 @@ def test_a_poisoner_is_refused_and_named(tmp_path, lie):
     assert line.startswith("Alarm: site-4: its answer to 'improve'")
 
 
-def test_with_notes_only_the_run_takes_everything(tmp_path):
-    _, record, notes = lied_to(tmp_path, times(-20), rounds=5, policy="note")
-    (alarm,) = record["site-4"]["alarms"]
-    assert not alarm["refused"]
-    assert record["site-4"]["answered"] == 5
-    assert sum("alarm" in note for note in notes) == 1  # told once
+def test_what_a_policy_takes(tmp_path):
+    """By `note` all of it, by `clip` what is within the bound."""
+    ends = {}
+    for policy in ("note", "clip"):
+        run, record, notes = lied_to(tmp_path / policy, times(-20), rounds=5, policy=policy)
+        (alarm,) = record["site-4"]["alarms"]
+        assert (alarm["refused"], alarm.get("clipped", False)) == (False, policy == "clip")
+        assert record["site-4"]["answered"] == 5
+        assert sum("alarm" in note for note in notes) == 1  # told once
+        assert f"({'clipped' if policy == 'clip' else 'taken'}; " in "".join(gaps(record))
+        ends[policy] = run.history["objective"][-1]
+    assert ends["clip"] < 0.5 * ends["note"]
+
+
+def test_the_bound_to_which_answers_are_clipped():
+    alarms = Alarms("clip")
+    norms = {"a": np.ones(2), "b": np.array([2.0, 1.0]), "c": np.array([1e3, 90.0])}
+    for _ in range(3):  # lies do not move it
+        (alarm,) = alarms.sizes("it", norms).values()
+        assert (alarm.refused, alarm.most) == (False, LEVEL * 1.5)
+    one = {"a": np.ones(3), "b": np.array([1.0, 1.0, 50.0])}
+    assert Alarms("clip").sizes("it", one)["b"].most == CLIENT
+    number = Alarms("clip").sizes("it", {"a": np.ones(1), "b": np.full(1, 1e3)}, numbers=True)
+    assert number["b"].most == NUMBER
+
+
+def test_reported_values_are_never_clipped(tmp_path):
+    run, record, _ = lied_to(tmp_path, feasible, rounds=5, policy="clip")
+    assert any(alarm["refused"] for alarm in record["site-4"]["alarms"])
+    np.testing.assert_array_equal(run.history["clients_evaluated"], 5)
 
 
 def test_an_answer_that_never_changes_is_noted(tmp_path):

@@ -48,8 +48,9 @@ class Server(Session):
         return folder
 
 
-def admin_of(server):
+def admin_of(server, kit=None):
     admin = Admin.__new__(Admin)
+    admin._kit = kit or module.Path("no-kit")
     admin._session, admin._clock = server, module._ServerClock()
     return admin
 
@@ -86,6 +87,16 @@ ROUND = {"round": 7, "objective": 0.5, "answered": ["north"], "missing": {"va": 
             [],
             "handed over",  # a run is as its newest job is
         ),
+        (
+            [job("RUNNING", alive=True)],
+            [{"error": "Round 3: no.", "refused": False}],
+            "stopped: Round 3: no.",
+        ),
+        (  # a job that only has the name of a run says nothing about it
+            [job("RUNNING", alive=True), job("RUNNING", number="2", alive=True)],
+            [{"error": "another", "refused": True}],
+            "refused",
+        ),
     ],
 )
 def test_a_status_in_our_words(jobs, news, told):
@@ -93,19 +104,42 @@ def test_a_status_in_our_words(jobs, news, told):
     assert lines == ["site north", f"run trial: {told}"]
 
 
+REFUSED = {module.STOPPED: {"error": "trial belongs to another experiment", "refused": True}}
+
+
 @pytest.mark.parametrize(
-    ("without", "told"), [({}, "finished"), ({"va": "no answer"}, "finished without va")]
+    ("results", "told"),
+    [
+        ([{module.WITHOUT: {}}], "finished"),
+        ([{module.WITHOUT: {"va": "no answer"}}], "finished without va"),
+        ([{module.STOPPED: {"error": "Too far.", "refused": False}}], "stopped: Too far."),
+        ([{}], "waiting to be continued"),
+        ([{module.WITHOUT: {}}, REFUSED], "finished"),  # the newer job had its name only
+        ([REFUSED], "refused"),
+    ],
 )
-def test_a_finished_run_says_without_whom(monkeypatch, without, told):
+def test_a_run_that_is_over_says_how_it_ended(results, told):
     def download(job, folder):
-        (folder if hasattr(folder, "joinpath") else module.Path(folder)).joinpath(
-            module.WITHOUT
-        ).write_text(json.dumps(without))
+        for name, content in results[int(job)].items():
+            module.Path(folder, name).write_text(json.dumps(content))
         return folder
 
-    server = Server([job("FINISHED:COMPLETED")])
+    server = Server([job("FINISHED:COMPLETED", number=str(i)) for i in range(len(results))])
     server.download_job_result = download
     assert admin_of(server).overview()[-1] == f"run trial: {told}"
+
+
+def test_a_job_that_only_has_the_name_of_a_run_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv(HOME, str(tmp_path))
+    home = jobs._run_folder("trial")
+    coordinator = jobs.Coordinator(json.dumps(experiment(1).resolved), "trial")
+    (home / "experiment.json").write_text("{}")
+    with pytest.raises(jobs._NameTaken, match="belongs to a different experiment"):
+        coordinator._all_runs()
+    monkeypatch.setattr(jobs, "_results", lambda: tmp_path)
+    coordinator._stop("No.", refused=True)
+    kept = json.loads((tmp_path / jobs.STOPPED).read_text())
+    assert [kept] == coordinator._news == [{"error": "No.", "refused": True}]
 
 
 def test_a_revoked_site_is_asked_no_more(monkeypatch):
@@ -126,6 +160,17 @@ def test_a_revoked_site_is_asked_no_more(monkeypatch):
     transport = jobs.CollabTransport(1.0, lambda entry: None, coordinator._revoked)
     head, _ = decode(transport(0, {"va": b""})["va"], 0)
     assert head == {"status": "refused", "reason": "its kit was revoked"}
+
+
+def test_only_sites_that_exist_are_revoked(tmp_path):
+    server = Server()
+    admin = admin_of(server, make_kits(tmp_path / "kits", "localhost", 8123, ["va", "ohio"])[ADMIN])
+    with pytest.raises(fs.InvalidInput, match=r"no site 'ohoi'; the sites are north, ohio, va\."):
+        admin.revoke("ohoi")
+    assert server.disabled == []
+    for name in ("ohio", "north"):  # in the kit's list; connected
+        admin.revoke(name)
+    assert server.disabled == ["ohio", "north"]
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 import fedsolve as fs
 from fedsolve.flare.kit_checks import check_certificate
-from fedsolve.flare.provisioning import AUTHORITY, init
+from fedsolve.flare.provisioning import ADMIN, AUTHORITY, SITES, init
 from tests.support.deployment import certificate_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # FLARE's own
@@ -28,6 +28,8 @@ def test_sites_are_added_and_renewed(tmp_path):
     file.write_text(base % ', "south"')
     assert made(file, folder) == {"south": Path("fedsolve/prod_01/south")}
     south = folder / "fedsolve/prod_01/south"
+    admin = south.with_name(ADMIN)  # no new kit, but with all names that can be revoked
+    assert json.loads((admin / SITES).read_text()) == ["north", "south"]
     roots = [(kit / "startup/rootCA.pem").read_bytes() for kit in (north, south)]
     assert roots[0] == roots[1]
     # A certificate that ends soon is made anew, and only that.

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -174,6 +175,11 @@ def test_a_check_has_one_line_for_each_thing(tmp_path, monkeypatch):
     assert found["classes"].text == f"no {35 - died}, yes {died}"
     ages = (table["age"] == "").sum()
     assert f"age: {ages}" in found["missing values"].text
+    with monkeypatch.context() as full:
+        little = SimpleNamespace(available=1000)
+        full.setattr(site_checks.psutil, "virtual_memory", lambda: little)
+        found = {line.name: line for line in checks(kit, owners, config)}
+    assert (found["data"].fits, "and 0 MB are free" in found["data"].text) == (False, True)
     # what does not fit is named with its rows
     text = (tmp_path / "hospitals/west/patients.csv").read_text().splitlines()
     text[1] = text[1].replace(text[1].split(",")[1], "200") if text[1].split(",")[1] else text[1]

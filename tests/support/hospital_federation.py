@@ -87,7 +87,7 @@ class Hospitals:
             processes.stop([self.started.pop(name)])
 
     def words(self, out, run, rounds, *settings):
-        base = ["algorithm.participants=8", "deploy.deadline=5.0", "deploy.patience=3.0"]
+        base = ["algorithm.participants=8", "deploy.deadline=20.0", "deploy.patience=3.0"]
         changes = [word for s in [*base, *settings] for word in ("--set", s)]
         problem = ["--set", "problem.kind=clinic:screening", "--set", "problem.clients=8"]
         allow = ["--allow", "clinic:screening"]

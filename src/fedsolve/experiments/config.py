@@ -51,7 +51,7 @@ PARTS_OF_RUN: dict[str, Mapping[str, Callable[..., object]]] = {
 }
 RUN_KEYS = ("rounds", *SEED_KEYS, *HOW_KEYS)
 DEPLOY_KEYS = ("deadline", "quorum", "sites", "patience", "alarms")
-ALARMS = ("refuse", "note")  # what a server does about answers out of all proportion
+ALARMS = ("refuse", "clip", "note")  # what a server does about answers out of all proportion
 SCHEMA_KEYS = ("features", "label", "group")  # of [schema], in place of [problem]
 SECTIONS = ("title", "schema", "problem", "algorithm", "clock", "run", "variants", "deploy")
 

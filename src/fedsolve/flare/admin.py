@@ -16,9 +16,9 @@ from nvflare.fuel.flare_api.api_spec import TargetType
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from fedsolve.errors import InvalidInput
-from fedsolve.flare.jobs import TOPIC, WITHOUT
+from fedsolve.flare.jobs import STOPPED, TOPIC, WITHOUT
 from fedsolve.flare.processes import ENVIRONMENT, HEARTBEAT, temporary_folder
-from fedsolve.flare.provisioning import ADMIN
+from fedsolve.flare.provisioning import ADMIN, SITES
 from fedsolve.types import Table
 
 SILENT = 5 * HEARTBEAT  # seconds without a heartbeat after which a site counts as gone
@@ -142,13 +142,27 @@ class Admin:
         """Let nobody take part as a site any more: not in runs that go on, and in no other.
 
         Raises:
-            InvalidInput: If the name cannot be a site's.
+            InvalidInput: If there is no site of that name.
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", site) or site == ADMIN:
             raise InvalidInput(f"{site!r} is not the name of a site.")
+        self._check_known(site)
         self._do(lambda session: session.disable_client(site))
         for job in self._jobs_with_process():
             self.news(job, 0, revoke=site)
+
+    def _check_known(self, site: str) -> None:
+        """Raise if neither this kit nor the server knows a site; old kits have no list of sites."""
+        listed = self._kit / SITES
+        if not listed.exists():
+            return
+        connected = self._do(lambda session: session.get_system_info()).client_info
+        known = {*json.loads(listed.read_text()), *(info.name for info in connected)}
+        if site not in known:
+            raise InvalidInput(
+                f"There is no site {site!r}; the sites are {', '.join(sorted(known))}. For a site"
+                f" that was added later, copy {SITES} from the administrator's newest kit."
+            )
 
     def news(
         self, job: str, since: int, make_room: bool = False, cancel: bool = False, revoke: str = ""
@@ -172,16 +186,23 @@ class Admin:
         return Path(self._do(lambda session: session.download_job_result(job, str(folder))))
 
     def overview(self) -> list[str]:
-        """Return a line for each site and each run, in the order of their newest jobs."""
-        lines = [f"site {name}" for name in sorted(self.sites())]
-        jobs = self._do(lambda session: session.list_jobs())
-        by_time = sorted(jobs, key=lambda job: str(job.get("submit_time", "")))
-        newest = {job["job_name"]: job for job in by_time}
-        alive = self._jobs_with_process()
-        return lines + [f"run {run}: {self._told(job, alive)}" for run, job in newest.items()]
+        """Return a line for each site and each run, in the order of their newest jobs.
 
-    def _told(self, job: Table, alive: set[str]) -> str:
-        """Return how a run's newest job stands."""
+        A run is as its newest job is, except for jobs that only had its name, and were refused.
+        """
+        lines = [f"site {name}" for name in sorted(self.sites())]
+        jobs: dict[str, list[Table]] = {}  # by run, the oldest first
+        listed = self._do(lambda session: session.list_jobs())
+        for job in sorted(listed, key=lambda job: str(job.get("submit_time", ""))):
+            jobs[job["job_name"]] = [*jobs.pop(job["job_name"], []), job]
+        alive = self._jobs_with_process()
+        for run, own in jobs.items():
+            told = (self._told(job, alive) for job in reversed(own))
+            lines.append(f"run {run}: {next(filter(None, told), 'refused')}")
+        return lines
+
+    def _told(self, job: Table, alive: set[str]) -> str | None:
+        """Return how a job of a run stands; None if it was refused as it is no part of the run."""
         status, name = str(job["status"]), job["job_id"]
         if status in ("SUBMITTED", "APPROVED", "DISPATCHED"):
             return "handed over"
@@ -189,17 +210,22 @@ class Admin:
             return self._going(name) if name in alive else "ended early, as the server went away"
         if status != "FINISHED:COMPLETED":
             return "ended early" + ("" if "ABORT" not in status else ", as it was stopped")
-        absent = self.missing(name)
-        if absent is None:
+        found = self._results(name)
+        if STOPPED in found:
+            return _why_stopped(found[STOPPED])
+        if WITHOUT not in found:
             return "waiting to be continued"
-        return f"finished without {', '.join(absent)}" if absent else "finished"
+        absent = ", ".join(found[WITHOUT])
+        return f"finished without {absent}" if absent else "finished"
 
-    def _going(self, job: str) -> str:
-        """Return how a running job stands."""
+    def _going(self, job: str) -> str | None:
+        """Return how a running job stands; None if it was refused."""
         since, last, waiting = 0, None, []
         while (answer := self.news(job, since)) and (entries := answer["news"]):
             since += len(entries)
             for entry in entries:
+                if "error" in entry:
+                    return _why_stopped(entry)
                 last = entry if "round" in entry else last
                 waiting = entry.get("waiting", waiting)
         if last is None:
@@ -209,14 +235,12 @@ class Admin:
         told += "".join(f"; without {site} ({why})" for site, why in last["missing"].items())
         return f"waiting for {', '.join(waiting)}; {told}" if waiting else f"running, {told}"
 
-    def missing(self, job: str) -> dict[str, str] | None:
-        """Return the sites that were missing at the end of a run, and why.
-
-        None if the run did not end with this job.
-        """
+    def _results(self, job: str) -> dict[str, Table]:
+        """Return what a job that has ended says of its end, by the name of the file."""
         with temporary_folder() as folder:
-            found = next(self.download(job, folder).rglob(WITHOUT), None)
-            return None if found is None else json.loads(found.read_text())
+            found = [*self.download(job, folder).rglob("*.json")]
+            ends = [path for path in found if path.name in (WITHOUT, STOPPED)]
+            return {path.name: json.loads(path.read_text()) for path in ends}
 
     def shut_down(self) -> None:
         """Abort running jobs and shut down all sites and the server."""
@@ -238,6 +262,11 @@ class Admin:
             with contextlib.suppress(Exception):
                 self._session.close()
             self._session = None
+
+
+def _why_stopped(entry: Table) -> str | None:
+    """Return why a job ended; None if it is no part of the run whose name it has."""
+    return None if entry.get("refused") else f"stopped: {entry['error']}"
 
 
 class _ServerClock:

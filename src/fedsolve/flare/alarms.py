@@ -3,8 +3,9 @@
 Answers of a site are compared with what the other sites have ever sent in that exchange, and with
 what it sent before. Clients differ, so the bounds are wide: an answer within them is taken as it
 is, and a robust aggregation (`run.aggregation`) limits what such answers can do. `deploy.alarms`
-says what is done about an answer beyond them: `refuse` (it counts as missing) or `note`. What only
-looks strange is noted: an answer that suddenly is large, or one that never changes.
+says what is done about an answer beyond them: `refuse` (it counts as missing), `clip` (it is scaled
+down to the bound) or `note`. What only looks strange is noted: an answer that suddenly is large, or
+one that never changes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 
+from fedsolve.compression import clipping, compressors
 from fedsolve.compression.clipping import is_packet
 from fedsolve.compression.packets import Dense, Packet, Sparse
+from fedsolve.storage.arrays import Refused
 from fedsolve.types import PyTree, Table, Vector
 
-REFUSE, NOTE = "refuse", "note"
+REFUSE, CLIP, NOTE = "refuse", "clip", "note"
 
 LEVEL = 6  # times the largest level of another site
 NUMBER = 100  # the same for single numbers, which may be near zero at some sites
@@ -36,10 +40,11 @@ MOST_WATCHED = 1000  # clients of a site whose last answers are remembered
 
 
 class Alarm(NamedTuple):
-    """What is wrong with a site's answer, and whether it is refused."""
+    """What is wrong with a site's answer, whether it is refused, or to which norm it is clipped."""
 
     why: str
     refused: bool
+    most: float | None = None
 
 
 class Level:
@@ -68,11 +73,11 @@ class Alarms:
     """Compares answers of sites with each other, and with what each of them sent before.
 
     Args:
-        policy: `refuse` or `note`.
+        policy: `refuse`, `clip` or `note`.
     """
 
     def __init__(self, policy: str = REFUSE):
-        self.refuses = policy == REFUSE
+        self.policy = policy
         self._levels: dict[str, dict[str, Level]] = {}  # by exchange and site
         self._last: dict[tuple[str, str], dict[int, tuple[bytes, int]]] = {}  # by client
         self._ws: dict[str, bytes] = {}  # the w of each exchange when it was last looked at
@@ -98,7 +103,7 @@ class Alarms:
                 found[site] = alarm
         for site in now:
             level = levels.setdefault(site, Level())
-            if site in found and found[site].refused:
+            if site in found and (found[site].refused or found[site].most is not None):
                 level.refused += 1
                 continue
             level.most = max(level.most, now[site])
@@ -127,13 +132,15 @@ class Alarms:
         lately = max([*others.values(), *(level.lately for level in before)], default=0.0)
         grew = mine.seen >= SETTLED and own > STEADY * mine.lately
         # A site where the others' optimum is none stays as large as it was.
-        if own > times * (lately if grew or mine.refused else most):
+        bound = times * (lately if grew or mine.refused else most)
+        if own > bound:
             why = f"{name} is more than {times} times as large as other sites'"
-            return Alarm(why, self.refuses)
+            return self._beyond(why, bound)
         times = NUMBER if numbers else CLIENT
-        if largest > times * max([most, *(level.client for level in before)]):
+        bound = times * max([most, *(level.client for level in before)])
+        if largest > bound:
             why = f"a client's {name} is more than {times} times as large as any at other sites"
-            return Alarm(why, self.refuses)
+            return self._beyond(why, bound)
         if numbers or mine.seen < SETTLED or mine.lately <= 0:
             return None
         known = {o: levels[o].lately for o in others if o in levels and levels[o].lately > 0}
@@ -142,6 +149,10 @@ class Alarms:
             why = f"{name} became more than {JUMP} times as large as lately; others' did not"
             return Alarm(why, False)  # a client that is seldom asked may be like that
         return None
+
+    def _beyond(self, why: str, bound: float) -> Alarm:
+        """Return the alarm of an answer beyond a bound."""
+        return Alarm(why, self.policy == REFUSE, bound if self.policy == CLIP else None)
 
     def unchanged(
         self, name: str, w: np.ndarray, answers: Mapping[str, Mapping[int, bytes]]
@@ -219,6 +230,41 @@ def norms_of(replies: PyTree) -> np.ndarray:
     return np.sqrt(np.atleast_1d(total))
 
 
+def clipped(replies: PyTree, most: float) -> PyTree:
+    """Scale each client's answer to a Euclidean norm of at most `most`, as `norms_of` computes it.
+
+    Raises:
+        Refused: If it has parts that cannot be scaled.
+    """
+    norms = norms_of(replies)
+    factors = np.minimum(1.0, most / np.where(norms > 0, norms, 1.0))
+
+    def scaled(rows: np.ndarray) -> np.ndarray:
+        if not np.issubdtype(rows.dtype, np.floating):
+            raise Refused("it is too large, and cannot be clipped")
+        return rows * factors.reshape(-1, *[1] * (rows.ndim - 1)).astype(rows.dtype)
+
+    def one(leaf: Packet | np.ndarray) -> Packet | np.ndarray:
+        if isinstance(leaf, Packet):
+            return eqx.tree_at(_scale, leaf, replace_fn=scaled)
+        return scaled(np.asarray(leaf))
+
+    return jax.tree.map(one, replies, is_leaf=is_packet)
+
+
+def _scale(packet: Packet) -> PyTree:
+    """Return the array of a packet, or of stacked packets, to which its vector is proportional."""
+    while isinstance(packet, Sparse):
+        packet = packet.values
+    if isinstance(packet, Dense):
+        return packet.vector
+    if isinstance(packet, compressors.Scaled):
+        return packet.scale
+    if isinstance(packet, clipping.Scaled):
+        return packet.factor
+    raise Refused("it is too large, and cannot be clipped")
+
+
 def digests_of(clients: Iterable[int], replies: PyTree) -> dict[int, bytes]:
     """Return a digest of each client's answer; none of one that is zero."""
     leaves = [leaf.reshape(len(leaf), -1) for leaf in map(np.asarray, jax.tree.leaves(replies))]
@@ -231,7 +277,3 @@ def digests_of(clients: Iterable[int], replies: PyTree) -> dict[int, bytes]:
             digest.update(leaf[place].tobytes())
         found[client] = digest.digest() if len(some) and some[place] else b""
     return found
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.3g} times"

@@ -58,6 +58,7 @@ CANCELLED = "cancelled"  # in a run's folder on the server, if it was ended for 
 ENDING = 120.0  # seconds to wait for silent sites after the last round, unless it says otherwise
 MOST_SAID = 20  # different lines about refused questions on a site's console
 WITHOUT = "without.json"  # in a job's results: the sites that are missing at the end of a run
+STOPPED = "stopped.json"  # in a job's results: why it ended before the end of its run
 MOST_NEWS = 1000  # entries in one answer to the administrator
 REPORT_TIMEOUT = 5.0  # seconds in which the administrator can fetch a finished job's last news
 
@@ -255,6 +256,15 @@ def _details_in_log() -> Iterator[None]:
         raise InvalidInput("Its data or its owner's file is not valid; see its log.") from None
 
 
+class _NameTaken(InvalidInput):
+    """Raised if a job has the name of a run that it is no part of."""
+
+
+def _results() -> Path:
+    """Return the folder of the job's results."""
+    return Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
+
+
 class Coordinator:
     """The server's end of a job, which continues where the run's last job stopped."""
 
@@ -281,14 +291,21 @@ class Coordinator:
         except TooFew as few:
             if self._cancelled:
                 (_run_folder(self._run) / CANCELLED).touch()
-                self._tell({"error": f"{self._run} was cancelled."})
+                self._stop(f"{self._run} was cancelled.")
             self._tell({"note": str(few), "missed": few.missed})
         except InvalidInput as error:
-            self._tell({"error": str(error)})
+            self._stop(str(error), refused=isinstance(error, _NameTaken))
         except OSError as error:
             place = error.filename or "its folder"
-            self._tell({"error": f"The server cannot use {place}: {error.strerror or error}."})
+            self._stop(f"The server cannot use {place}: {error.strerror or error}.")
         self._wait_until_reported()
+
+    def _stop(self, why: str, refused: bool = False) -> None:
+        """Tell an error that ends this job; `refused` if the job is no part of the run at all."""
+        entry = {"error": why, "refused": refused}
+        with contextlib.suppress(OSError):
+            (_results() / STOPPED).write_text(json.dumps(entry))
+        self._tell(entry)
 
     def _all_runs(self) -> None:
         check_run_name(self._run)
@@ -298,14 +315,12 @@ class Coordinator:
         if self._alone is None:
             raise TooFew("another job of this run is still running")
         if (home / CANCELLED).exists():
-            raise InvalidInput(f"{self._run} was cancelled; choose another name.")
+            raise _NameTaken(f"{self._run} was cancelled; choose another name.")
         kept = home / "experiment.json"
         if not kept.exists():
             write_atomically(kept, json.dumps(experiment.resolved).encode())
         elif json.loads(kept.read_text()) != experiment.resolved:
-            raise InvalidInput(
-                f"{self._run} belongs to a different experiment; choose another name."
-            )
+            raise _NameTaken(f"{self._run} belongs to a different experiment; choose another name.")
         deadline = float(experiment.deploy.get("deadline", DEADLINE))
         transport = CollabTransport(deadline, self._tell, self._revoked)
         for cell in range(len(experiment.runs)):
@@ -314,7 +329,7 @@ class Coordinator:
             if not (place / "done").exists():
                 self._one_run(experiment, cell, place, transport)
                 (place / "done").touch()
-        results = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
+        results = _results()
         for cell in range(len(experiment.runs)):
             base, _ = read(home / str(cell) / FOLDER)
             (results / f"{cell}.safetensors").write_bytes(base or b"")

@@ -63,7 +63,7 @@ class Participation:
             record["evaluated"] = site in heard
             record["why"] = "" if site in heard else why.get(site, "it was not asked")
 
-    def alarm(self, site: str, round: int, why: str, refused: bool) -> bool:
+    def alarm(self, site: str, round: int, why: str, refused: bool, clipped: bool = False) -> bool:
         """Record something suspicious in a site's answers; return whether it is new."""
         alarms = self.sites.get(site, {}).setdefault("alarms", [])
         for alarm in alarms:
@@ -72,7 +72,8 @@ class Participation:
                 alarm["to"] = round
                 return False
         if len(alarms) < MOST_GAPS:
-            facts = {"from": round, "to": round, "rounds": 1, "refused": refused}
+            facts: Table = {"from": round, "to": round, "rounds": 1, "refused": refused}
+            facts |= {"clipped": True} if clipped else {}
             alarms.append({**facts, "why": why, "at": now()})
         return True
 
@@ -143,7 +144,7 @@ def alarm_texts(record: Table) -> list[str]:
     """Return what was suspicious in a site's answers, with the rounds."""
     texts = []
     for alarm in record.get("alarms", []):
-        done = "refused" if alarm["refused"] else "taken"
+        done = "clipped" if alarm.get("clipped") else "refused" if alarm["refused"] else "taken"
         rounds = f"{alarm['rounds']} round{'s' * (alarm['rounds'] > 1)}, {alarm['from']}"
         last = f" to {alarm['to']}" if alarm["to"] != alarm["from"] else ""
         texts.append(f"{alarm['why']} ({done}; {rounds}{last})")

@@ -29,6 +29,7 @@ RIGHTS = {  # of the administrator, on every machine; nobody else has any
     **dict.fromkeys(["byoc", "shell_commands", "server-predeployed-flwr"], "none"),
 }
 AUTHORITY = Path("fedsolve", "state", "cert.json")  # in the folder of a federation's kits
+SITES = "sites.json"  # in an administrator's kit: the names of all sites
 ROOT_DAYS = 3650  # validity of the authority's own certificate; FLARE gives the others 360 days
 RENEW_DAYS = 90  # certificates that expire within this time are renewed
 DEFAULT_PORT = 8002
@@ -124,6 +125,8 @@ def make_kits(folder: Path, host: str, port: int, sites: list[str]) -> dict[str,
     new = {name: made / name for name in names if name not in before}
     for name, kit in new.items():
         _finish(kit, "administrator" if name == ADMIN else "server" if name == host else "site")
+    all_sites = sorted(_certified(json.loads((folder / AUTHORITY).read_text())) - {host, ADMIN})
+    write_atomically(made / ADMIN / SITES, json.dumps(all_sites).encode())
     return new
 
 
@@ -175,7 +178,12 @@ def _kept_certificates(folder: Path) -> set[str]:
                 del kept[name]
     write_atomically(folder / AUTHORITY, json.dumps(kept).encode())
     (folder / AUTHORITY).chmod(0o600)
-    return {name for name, entry in kept.items() if isinstance(entry, dict)}
+    return _certified(kept)
+
+
+def _certified(authority: Table) -> set[str]:
+    """Return the names that have a certificate of an authority."""
+    return {name for name, entry in authority.items() if isinstance(entry, dict)}
 
 
 def kit_name(kit: Path) -> str:

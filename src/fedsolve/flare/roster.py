@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from fedsolve.algorithms.base import Algorithm
 from fedsolve.compression.packets import Packet
 from fedsolve.federation.rules import Rule
-from fedsolve.flare.alarms import REFUSE, Alarm, Alarms, digests_of, norms_of
+from fedsolve.flare.alarms import REFUSE, Alarm, Alarms, clipped, digests_of, norms_of
 from fedsolve.flare.held_out import is_held_out, text_of
 from fedsolve.flare.participation import Participation
 from fedsolve.flare.protocol import Protocol, protocol, version
@@ -55,7 +55,7 @@ class Roster:
         quorum: The share of a cohort that must answer, and of the expected sites that must be ready
             when a job begins.
         sites: The number of sites that must be ready before a run begins.
-        alarms: What is done about answers out of all proportion: `refuse` or `note`.
+        alarms: What is done about answers out of all proportion: `refuse`, `clip` or `note`.
         aggregation: What replaces the sums of answers, if it changes what sites send.
     """
 
@@ -275,21 +275,38 @@ class Roster:
         exchange: RecordedExchange,
         w: np.ndarray,
         clients: Mapping[str, list[int]],
-        replies: Mapping[str, PyTree],
+        replies: dict[str, PyTree],
     ) -> dict[str, str]:
-        """Raise alarms about replies; return the sites whose replies are refused, and why."""
+        """Raise alarms about replies, and clip those that are to be clipped.
+
+        Returns:
+            The sites whose replies are refused, and why.
+        """
         name, alarms = f"its answer to {exchange.method!r}", self.alarms
         numbers = all(leaf.ndim == 0 for leaf in jax.tree.leaves(exchange.reply))
         digests = {site: digests_of(clients[site], reply) for site, reply in replies.items()}
         self._alarm(round + 1, alarms.unchanged(name, w, digests))
         norms = {site: norms_of(reply) for site, reply in replies.items()}
-        return self._alarm(round + 1, alarms.sizes(name, norms, numbers))
+        found = alarms.sizes(name, norms, numbers)
+        refused = self._alarm(round + 1, found)
+        for site, alarm in found.items():
+            if alarm.most is not None:
+                try:
+                    replies[site] = clipped(replies[site], alarm.most)
+                except Refused as why:
+                    refused[site] = str(why)
+        return refused
 
     def _judge_values(self) -> None:
         """Raise alarms about the newest values of f and g, and drop those that are refused."""
         for name in ("objective", "constraint"):
             norms = {s: norms_of(v[name]) for s, v in self._values.items() if name in v}
-            alarms = self.alarms.sizes(f"its {name}", norms, numbers=True)
+            found = self.alarms.sizes(f"its {name}", norms, numbers=True)
+            # What is only reported is never changed.
+            alarms = {
+                s: a._replace(refused=True, most=None) if a.most is not None else a
+                for s, a in found.items()
+            }
             for site, why in self._alarm(self.participation.rounds, alarms).items():
                 del self._values[site]
                 self._no_values[site] = self._log_once(site, f"refused its values: {why}")
@@ -297,7 +314,8 @@ class Roster:
     def _alarm(self, round: int, alarms: Mapping[str, Alarm]) -> dict[str, str]:
         """Record alarms; return the sites whose answers are refused, and why."""
         for site, alarm in sorted(alarms.items()):
-            new = self.participation.alarm(site, round, alarm.why, alarm.refused)
+            clips = alarm.most is not None
+            new = self.participation.alarm(site, round, alarm.why, alarm.refused, clips)
             if new and not alarm.refused:
                 self._log(f"{site}: alarm: {alarm.why}")
         return {site: alarm.why for site, alarm in alarms.items() if alarm.refused}
