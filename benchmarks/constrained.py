@@ -145,16 +145,17 @@ def runs_of(
     grid: dict[str, list[float]],
 ) -> list[fs.Run]:  # fmt: skip
     """Run all settings of a grid for a seed, until the budget of bytes is used up."""
-    first = {key: values[:1] for key, values in grid.items()}
+    first: dict[str, Any] = {key: values[:1] for key, values in grid.items()}
+    settings: dict[str, Any] = dict(grid)
     if budget is not None:
         # The first round differs from the others: w is known, or multipliers are still zero.
         few = [spent(fs.sweep(problem, algorithm, k, [seed], **first).runs[0]) for k in (1, SOME)]
         rounds = 1 + int((budget - few[0]) // ((few[1] - few[0]) / (SOME - 1)))
     every = max(rounds // EVALUATIONS, 1)
-    return fs.sweep(problem, algorithm, rounds, [seed], evaluate_every=every, **grid).runs
+    return fs.sweep(problem, algorithm, rounds, [seed], evaluate_every=every, **settings).runs
 
 
-def measured(name: str, case: Case, chosen: dict[str, object], runs: Sequence[fs.Run]) -> Any:
+def measured(name: str, case: Case, chosen: dict[str, float], runs: Sequence[fs.Run]) -> Any:
     """Return a row of the table."""
     late = [slice(-max(len(run.history["round"]) // tuning.LATE, 1), None) for run in runs]
     f, g = (

@@ -7,6 +7,7 @@ end, over all clients' true data; a run counts as broken if its parameters are n
 """
 
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -52,15 +53,17 @@ class Attacked(eqx.Module):
         told = jax.lax.switch(self.update, list(LIES.values()), v, first)
         return jnp.where(client.index < LIARS, told, v), first
 
-    def improve(self, client, kept, *message):
+    def improve(self, client: Any, kept: Any, *message: Any) -> Any:
         first, told, known = kept
-        v = super().improve(client, None, *message)[1].dense()
+        honest: Any = super()
+        v = honest.improve(client, None, *message)[1].dense()
         answer, first = self.lie(client, v, first, known)
         return (first, told, jnp.ones((), bool)), Dense(answer)
 
-    def measure(self, client, kept):
+    def measure(self, client: Any, kept: Any) -> Any:
         first, told, known = kept
-        g = super().measure(client, None)[1]
+        honest: Any = super()
+        g = honest.measure(client, None)[1]
         answer, told = self.lie(client, g, told, known)
         answer += jnp.where(client.index < LIARS, self.value, 0.0)
         return (first, told, known), answer
@@ -70,7 +73,7 @@ class FedAvg(Attacked, fs.FedAvg):
     """FedAvg with liars."""
 
 
-class FedSGM(Attacked, fs.FedSGM):
+class FedSGM(Attacked, fs.FedSGM):  # pyright: ignore[reportIncompatibleMethodOverride]
     """FedSGM with liars."""
 
 
@@ -84,7 +87,7 @@ def flipped(problem: fs.Problem) -> fs.Problem:
     return problem.with_clients(data)
 
 
-RULES = {
+RULES: dict[str, Any] = {
     "plain mean": None,
     "Trimmed(0.2)": fs.Trimmed(LIARS / CLIENTS),
     "Median()": fs.Median(),
@@ -93,12 +96,21 @@ RULES = {
 }
 problem = fs.problems.neyman_pearson(clients=CLIENTS)
 wrong = flipped(problem)
-truth = jax.jit(lambda w: jax.tree.map(jnp.mean, jax.vmap(lambda s: values(w, s))(data)))
 placed = problem.on_device()
-data, values = placed.samples, lambda w, s: (placed.value(w, s), placed.constraint.measure(w, s, 1))
+bound: Any = placed.constraint
 
 
-def cell(algorithm: fs.Algorithm, name: str, rule: object) -> str:
+@jax.jit
+def truth(w):
+    """Return f and g over the true data of all clients."""
+
+    def values(samples):
+        return placed.value(w, samples), bound.measure(w, samples, 1)
+
+    return jax.tree.map(jnp.mean, jax.vmap(values)(placed.samples))
+
+
+def cell(algorithm: fs.Algorithm, name: str, rule: Any) -> str:
     """Return f, and g if it counts, at the end of a run."""
     used = wrong if name == FLIPPED else problem
     try:
@@ -119,7 +131,8 @@ for kind in (FedAvg, FedSGM):
     for name in (*LIES, FLIPPED, *([] if kind is FedAvg else [SAYS_NO, SAYS_YES])):
         number = jnp.int32(list(LIES).index(name) if name in LIES else 0)
         value = jnp.asarray({SAYS_NO: -5.0, SAYS_YES: 5.0}.get(name, 0.0))
-        given = (0.3,) if kind is FedAvg else (0.3, 0.05)
-        algorithm = kind(*given, update=number, value=value)
+        given: dict[str, Any] = {"step_size": 0.3, "update": number, "value": value}
+        given |= {} if kind is FedAvg else {"tolerance": 0.05}
+        algorithm = kind(**given)
         cells = [cell(algorithm, name, rule) for rule in RULES.values()]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)

@@ -84,8 +84,8 @@ class Best(eqx.Module):
         is_better = is_better & xp.isfinite(f) & xp.isfinite(g) & counts
         if known and not bool(is_better):
             return self
-        found = (xp.asarray(round, np.int32), f, g, feasible, complete)
-        other = Best(w, *jax.tree.map(jnp.asarray, found), buffers)
+        played, f, g = (jnp.asarray(v) for v in (xp.asarray(round, np.int32), f, g))
+        other = Best(w, played, f, g, jnp.asarray(feasible), jnp.asarray(complete), buffers)
         if known:
             return other
         return lax.cond(is_better, lambda a, b: a, lambda a, b: b, other, self)
