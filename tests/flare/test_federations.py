@@ -12,6 +12,7 @@ import threading
 import time
 
 import numpy as np
+import pandas as pd
 import psutil
 import pytest
 from safetensors.numpy import load_file
@@ -85,6 +86,10 @@ def test_one_command_deploys_and_leaves_no_files_or_processes(tmp_path, fedsolve
     for other in psutil.process_iter(["cmdline"]):
         assert str(scratch) not in " ".join(other.info["cmdline"] or [])
     if not stopped:
+        simulated = fs.experiments.run("neyman-pearson", rounds=4, out=tmp_path / "here").folder
+        one, other = (pd.read_csv(folder / "history.csv") for folder in (place / "x", simulated))
+        for name in ("objective", "constraint", "bytes_up"):
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, err_msg=name)
         assert_three_sites_audit(fedsolve, place / "x")
 
 
@@ -133,7 +138,7 @@ def assert_same(run, expected):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(KINDS, id="one of each kind"),
+        pytest.param(KINDS, id="one of each kind", marks=pytest.mark.slow),
         pytest.param(tuple(ALGORITHMS), id="all", marks=pytest.mark.slow),
     ],
 )

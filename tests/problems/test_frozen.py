@@ -60,7 +60,10 @@ def test_features_are_standardised_by_the_training_images():
 
 
 @examples.needs_data("mnist")
-@pytest.mark.parametrize("partition", ["iid", "two_groups", "uneven"])
+@pytest.mark.parametrize(
+    "partition",
+    ["uneven", *(pytest.param(p, marks=pytest.mark.slow) for p in ("iid", "two_groups"))],
+)
 def test_the_problem_has_ten_clients_and_a_known_minimum(partition, monkeypatch):
     from fedsolve.papers.decisive import known_minimum
 

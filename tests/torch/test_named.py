@@ -93,13 +93,18 @@ EQUAL = (S,) * N
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("group loss", EQUAL),
         ("group loss", RAGGED),
-        ("sensitivity", RAGGED),
-        ("odds", EQUAL),
-        ("tail", RAGGED),
         ("each", RAGGED),
         ("several", EQUAL),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("group loss", EQUAL),
+                ("sensitivity", RAGGED),
+                ("odds", EQUAL),
+                ("tail", RAGGED),
+            ]
+        ),
     ],
 )
 def test_a_constraint_has_the_numbers_of_jax(name, sizes):
