@@ -49,6 +49,7 @@ def federation():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         with local_federation(6, 4, lambda news: None, allow) as running:
+            wait_until(lambda: len(running.admin.sites()) == 4)
             yield running
 
 

@@ -189,7 +189,7 @@ def test_one_job_at_a_time_has_a_sites_folder(tmp_path, monkeypatch):
         ("deploy.quorum=2.0", "deploy.quorum is a part of the clients asked"),
         ("deploy.quorum=-0.5", "deploy.quorum must be at least 0"),
         ("deploy.sites=1.5", "deploy.sites must be a whole number"),
-        ("deploy.alarms=loud", "deploy.alarms is one of refuse, note, got 'loud'"),
+        ("deploy.alarms=loud", "deploy.alarms is one of refuse, clip, note, got 'loud'"),
     ],
 )
 def test_a_deployments_own_numbers(change, sentence):

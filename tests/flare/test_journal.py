@@ -407,4 +407,5 @@ def test_a_run_folder_of_another_user_is_named(tmp_path, monkeypatch):
         os.seteuid(0)
     assert answer["reason"] == "its files: Permission denied; see this site's log"
     lock = tmp_path / "runs/trial/lock"
-    assert server._news == [{"error": f"The server cannot use {lock}: Permission denied."}]
+    why = f"The server cannot use {lock}: Permission denied."
+    assert server._news == [{"error": why, "refused": False}]

@@ -99,7 +99,8 @@ def test_a_site_that_refuses_from_the_beginning_is_named(wires, tmp_path):
     (gap,) = record["missed"]
     assert (gap["from"], gap["to"]) == (1, ROUNDS)
     assert "allow-list" in gap["why"]
-    assert sum("site-2" in note for note in notes) == 1  # not once a round
+    assert "; not ready: site-2 ('x:y' is not on" in notes[1]
+    assert sum("site-2" in note for note in notes) == 2  # not once a round
     assert clients_expected(sites) is None
     (line,) = gaps(sites)
     assert line.startswith("Without site-2: it missed rounds 1 to 8, since 20")

@@ -32,7 +32,7 @@ from fedsolve.flare.journal import JournalError, read
 from fedsolve.flare.limits import Guard, Limits
 from fedsolve.flare.participation import missing
 from fedsolve.flare.processes import HOME, OWNER
-from fedsolve.flare.roster import Roster, TooFew
+from fedsolve.flare.roster import READY, Roster, TooFew
 from fedsolve.flare.server import FOLDER, saved_participation, serve, terms_of
 from fedsolve.flare.signatures import Identity
 from fedsolve.flare.site import SiteClients
@@ -367,7 +367,7 @@ class Coordinator:
                     lambda messages: transport(cell, messages),
                     problem.on_device(dtype),
                     numbers_on_device(algorithm, dtype),
-                    lambda text: tell({"note": text, "warning": True}),
+                    lambda text: tell({"note": text, "warning": not text.startswith(READY)}),
                     float(experiment.deploy.get("quorum", 0.0)),
                     int(experiment.deploy.get("sites", 1)),
                     str(experiment.deploy.get("alarms", REFUSE)),

@@ -43,6 +43,21 @@ class TooFew(Exception):
 Transport = Callable[[dict[str, bytes]], Mapping[str, bytes | Exception]]  # to sites, and back
 
 
+READY = "ready: "  # the beginning of the line that says who is, before the first round
+SHOWN = 20  # names in that line
+WHY = 40  # characters of a reason in it; the whole reason is logged
+
+
+def _first(names: list[str]) -> str:
+    """Join names, as many as a line takes."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _short(why: str) -> str:
+    return why if len(why) <= WHY else why[: WHY - 1] + "…"
+
+
 class Roster:
     """The sites of a run, as the server sees them.
 
@@ -166,8 +181,11 @@ class Roster:
         """Return who is ready before the first round, and who is not and why."""
         told = [f"{site} ({n} client{'s' * (n != 1)})" for site, n in sorted(ready.items())]
         away = sorted(self.participation.sites.keys() - ready.keys())
-        others = f"; not ready: {', '.join(away)}{self._whys(away)}" if away else ""
-        return f"ready: {', '.join(told)}{others}"
+        whys = [
+            f"{site} ({_short(self._why[site])})" if site in self._why else site for site in away
+        ]
+        others = f"; not ready: {_first(whys)}" if away else ""
+        return f"{READY}{_first(told)}{others}"
 
     def _greet(self, sites: list[str], total: int) -> dict[str, tuple[dict, dict]]:
         hello = encode({"kind": "hello", "total": total, "version": version()}, {})
