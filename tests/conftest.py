@@ -1,5 +1,7 @@
+import ctypes
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ pytest.register_assert_rewrite("tests.support")
 import tests.support.environment  # noqa: E402, F401  (before JAX starts)
 from tests.support.commands import fedsolve  # noqa: E402, F401  (a fixture)
 
-most = 4 * 2**30  # bytes of memory with which compiled programs are thrown away
+most = 3 * 2**30  # bytes of memory with which compiled programs are thrown away
 
 
 def pytest_runtest_teardown(nextitem):
@@ -24,6 +26,8 @@ def pytest_runtest_teardown(nextitem):
 
         jax.clear_caches()
         gc.collect()
+        if sys.platform == "linux":  # glibc keeps what was freed
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         most = max(most, memory() + 2**30)
 
 
