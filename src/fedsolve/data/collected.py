@@ -28,7 +28,7 @@ Cells = Float[np.ndarray, "cells width"]
 
 
 def words_of(name: str, texts: np.ndarray, samples: int) -> list[str]:
-    """Return the words in a column of a client that have at least so many rows, sorted."""
+    """Return the words of a client's column that occur in enough rows, sorted."""
     counts = Counter(text for text in texts.tolist() if text)
     found = sorted(word for word, count in counts.items() if count >= samples)
     _check_few(name, found)

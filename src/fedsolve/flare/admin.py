@@ -142,7 +142,7 @@ class Admin:
         """Let nobody take part as a site any more: not in runs that go on, and in no other.
 
         Raises:
-            InvalidInput: If there is no site of that name.
+            InvalidInput: If no site has that name.
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", site) or site == ADMIN:
             raise InvalidInput(f"{site!r} is not the name of a site.")
@@ -202,7 +202,7 @@ class Admin:
         return lines
 
     def _told(self, job: Table, alive: set[str]) -> str | None:
-        """Return how a job of a run stands; None if it was refused as it is no part of the run."""
+        """Return a job's state; None if the job was refused and never belonged to the run."""
         status, name = str(job["status"]), job["job_id"]
         if status in ("SUBMITTED", "APPROVED", "DISPATCHED"):
             return "handed over"
@@ -265,7 +265,7 @@ class Admin:
 
 
 def _why_stopped(entry: Table) -> str | None:
-    """Return why a job ended; None if it is no part of the run whose name it has."""
+    """Return why a job ended; None if it only shares the run's name."""
     return None if entry.get("refused") else f"stopped: {entry['error']}"
 
 

@@ -257,7 +257,7 @@ def _details_in_log() -> Iterator[None]:
 
 
 class _NameTaken(InvalidInput):
-    """Raised if a job has the name of a run that it is no part of."""
+    """Raised if a job has the name of a different run."""
 
 
 def _results() -> Path:
@@ -301,7 +301,7 @@ class Coordinator:
         self._wait_until_reported()
 
     def _stop(self, why: str, refused: bool = False) -> None:
-        """Tell an error that ends this job; `refused` if the job is no part of the run at all."""
+        """Report an error that ends this job; `refused` if the job never belonged to the run."""
         entry = {"error": why, "refused": refused}
         with contextlib.suppress(OSError):
             (_results() / STOPPED).write_text(json.dumps(entry))
